@@ -2,8 +2,10 @@
 
 Each side runs the same requests: streams at once, greedy, of one length. Time is the CPU time of the side's
 own process (and its children); that of the clients does not count. The sides take turns in rotating order.
-With `--latency` the time to the first token is measured at idle, one request after the other, in seconds of
-the clock. A server of another project runs in the interpreter that its option names.
+Also printed is the share of the server's CPU time that threads other than its engine's have: what HTTP costs,
+without the noise of two measurements. With `--latency` the time to the first token is measured at idle, one
+request after the other, in seconds of the clock. A server of another project runs in the interpreter that its
+option names.
 
 `transformers serve` takes texts only. The prompts are plain words, whose text has the same tokens again, so
 that it reads the same prompts as the other sides. An end token that does not exist makes it generate as many
@@ -94,6 +96,21 @@ def process_seconds(pid: int) -> float:
             continue
         total += (int(fields[11]) + int(fields[12])) / _TICKS
     return total
+
+
+def thread_seconds(pid: int) -> dict[str, float]:
+    """The CPU seconds of each thread of a process."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        found[task.name] = (int(fields[11]) + int(fields[12])) / _TICKS
+    return found
+
+
+def other_threads_share(before: dict[str, float], after: dict[str, float]) -> float:
+    """The share of CPU time of all threads but the busiest one, which is the engine's."""
+    seconds = [after[name] - before.get(name, 0.0) for name in after]
+    return 1 - max(seconds) / sum(seconds)
 
 
 def engine_side(engine: descant.AsyncEngine, eos: Sequence[int]) -> Side:
@@ -294,7 +311,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             _print_latency(first, args.latency)
         sides = {other: http_side(one.port, one.pid, one.body) for other, one in targets.items()}
         sides["engine"] = engine_side(engine, [eos] if isinstance(eos, int) else eos)
+        before = thread_seconds(server.process.pid)
         _measure(sides, words, args)
+        share = other_threads_share(before, thread_seconds(server.process.pid))
+        print(f"threads beside the engine's have {share:.1%} of the server's CPU time")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -133,6 +133,7 @@ from descant.errors import (
     TraceError,
     UnsupportedModel,
     UntrustedRecipe,
+    WorkerFailed,
 )
 from descant.kv_cache.cached_row import CachedRow
 from descant.kv_cache.prefix_cache import PrefixCache, PrefixReport
@@ -333,6 +334,7 @@ __all__ = [
     "WatermarkLogitsProcessor",
     "WatermarkingConfig",
     "WhisperTimeStampLogitsProcessor",
+    "WorkerFailed",
     "XTCLogitsWarper",
     "attach",
     "compile_layers",

@@ -14,6 +14,7 @@ DescantError (Exception)
 ├── HubError (OSError)              a download from or upload to the Hub failed; `.repo` names the repository
 ├── RankError (RuntimeError)        another process of a tensor-parallel model failed; `.rank` is its rank
 ├── SessionBusy (RuntimeError)      a session is used from inside a step, or by two threads at once
+├── WorkerFailed (RuntimeError)     a worker of a job failed; its text says why
 ├── EngineFull (RuntimeError)       the queue is full; `.waiting` requests wait of at most `.limit`
 ├── RowError (ValueError)           one request failed, the others are unaffected; `.request` is its id
 │   ├── DeadlineExceeded            it has not ended by its deadline
@@ -47,6 +48,7 @@ __all__ = [
     "TraceError",
     "UnsupportedModel",
     "UntrustedRecipe",
+    "WorkerFailed",
     "format_bytes",
     "format_value",
     "printable",
@@ -277,6 +279,17 @@ class RankError(DescantError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rank,)
+
+
+class WorkerFailed(DescantError, RuntimeError):
+    """A worker of a job failed, and with it the run; a resume computes what is missing."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"a worker of the job failed: {reason}")
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason,)
 
 
 class MissingExtra(DescantError, ImportError):

@@ -23,10 +23,15 @@ WATERMARK: Final = "watermarking_config"
 GRAMMAR: Final = "grammar"
 
 
-def run_settings(model: Any, tokenizer: Any, **settings: Any) -> bytes:
-    """A model, its defaults, its chat template and further settings, as JSON in a fixed order."""
+def run_settings(
+    model: Any, tokenizer: Any, fingerprint: Mapping[str, str] | None = None, **settings: Any
+) -> bytes:
+    """A model, its defaults, its chat template and further settings, as JSON in a fixed order.
+
+    `fingerprint` is that of a model whose weights are not loaded.
+    """
     parts = {
-        "model": model_fingerprint(model),
+        "model": model_fingerprint(model) if fingerprint is None else dict(fingerprint),
         "defaults": _plain_value(GenerationConfig.from_transformers(model.generation_config)),
         "template": str(getattr(tokenizer, "chat_template", None)),
         **{name: _plain_value(value) for name, value in settings.items()},

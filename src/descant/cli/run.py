@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,23 @@ from descant.cli.command import FAILURE, ConfigCommand
 from descant.cli.job_progress import JobProgressDisplay, format_seconds
 from descant.config.generation_config import GenerationConfig
 from descant.jobs import Job
-from descant.models.loading import DTYPES, load
+from descant.models.loading import DTYPES
 
 __all__ = ["RunCommand"]
+
+_JOB_OPTIONS = (
+    "model",
+    "source",
+    "sink",
+    "dtype",
+    "device",
+    "shard_rows",
+    "window",
+    "max_in_flight",
+    "engine",
+    "workers",
+    "cpus_per_worker",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,44 +65,56 @@ class RunCommand(ConfigCommand):
         int | None, typer.Option(min=1, help="Rows that are sorted by length (default: 1024).")
     ] = None
     max_in_flight: Annotated[
-        int | None, typer.Option(min=1, help="Requests in the engine at once (default: 256).")
+        int | None, typer.Option(min=1, help="Requests in an engine at once (default: 256).")
+    ] = None
+    engine: Annotated[
+        str | None, typer.Option(help="descant, vllm, or auto: vLLM for all that it can run (descant).")
+    ] = None
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that load the model, or actors on Ray (default: 1).")
+    ] = None
+    cpus_per_worker: Annotated[
+        int | None, typer.Option(min=1, help="Threads of each worker (default: all together, on Ray 1).")
+    ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Run on a Ray cluster: its address, or local for a new one."),
     ] = None
 
     def run(self) -> int:
         """Run the job, or estimate its time."""
         job = self._described_job()
-        with terminal.console().status("loading"):
-            model, tokenizer = load(job.model, job.dtype, job.device)
-        if str(model.dtype) != "torch.float32":
+        if job.dtype != "float32":
             terminal.print_warning(
-                f"in {model.dtype} a row's result may depend on the rows beside it; "
+                f"with dtype {job.dtype} a row's result may depend on the rows beside it; "
                 "float32 has the same bytes in every run"
             )
         if self.dry_run:
-            return self._print_estimate(job, model, tokenizer)
+            return self._print_estimate(job)
         with JobProgressDisplay() as display:
-            result = job.run(model, tokenizer, display.update)
+            result = job.run(on_progress=display.update, ray=self.ray)
         terminal.write(
             f"rows: {result.rows}, failed: {result.failed}, shards: {result.shards}; "
             f"computed now: {result.computed_rows} rows, {result.tokens} tokens\n"
         )
         return FAILURE if result.failed else 0
 
-    def _print_estimate(self, job: Job, model: Any, tokenizer: Any) -> int:
-        estimate = job.estimate(model, tokenizer)
+    def _print_estimate(self, job: Job) -> int:
+        with terminal.console().status("measuring"):
+            estimate = job.estimate()
         pace = f"{format_seconds(estimate.seconds)} at {estimate.tokens_per_second:.0f} tokens a second"
         terminal.write(
             f"rows    {estimate.rows}, {estimate.missing_rows} to compute\n"
             f"shards  {estimate.shards}, {estimate.missing_shards} to compute\n"
             f"time    {pace}, by {estimate.measured_rows} rows, of which {estimate.failed_rows} failed\n"
+            f"workers {estimate.fitting_workers} fit on this machine; the time is that of one\n"
         )
         return 0
 
     def _described_job(self) -> Job:
         """The job of the file with the options of the command line."""
         job = Job.from_toml(self.job)
-        names = ("model", "source", "sink", "dtype", "device", "shard_rows", "window", "max_in_flight")
-        given = {name: getattr(self, name) for name in names}
+        given = {name: getattr(self, name) for name in _JOB_OPTIONS}
         changes = {name: value for name, value in given.items() if value}
         values = dict(self.values)
         if "seed" in values:  # of the job: each row has its own

@@ -7,13 +7,14 @@ import difflib
 import os
 import string
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
 from descant.errors import ConfigError, InputError
+from descant.jobs.selection import SelectionConfig
 from descant.models.loading import DTYPES
 
 __all__ = ["PROMPT_COLUMNS", "JobDescription", "check_generation_fields", "check_template"]
@@ -33,9 +34,15 @@ _NOT_IN_JOBS: Final = {
     "prefix_allowed_tokens_fn": "is not supported in jobs, which are described by data",
 }
 _COLUMN_LISTS: Final = ("override_columns", "keep_columns")
-_COUNTS: Final = ("shard_rows", "window", "max_in_flight")
+_COUNTS: Final = ("shard_rows", "window", "max_in_flight", "workers")
+_CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
+    "engine": ("descant", "vllm", "auto"),
+    "sink_format": ("jsonl", "parquet"),
+    "dedup": (None, "exact", "normalized"),
+}
 _KINDS: Final[tuple[tuple[str, type, str], ...]] = (
     ("chat", bool, "must be true or false"),
+    ("report", bool, "must be true or false"),
     ("seed", int, "must be an integer"),
     ("generation_config", GenerationConfig, "must be a GenerationConfig"),
     *((name, int, "must be an integer >= 1") for name in _COUNTS),
@@ -44,7 +51,7 @@ _KINDS: Final[tuple[tuple[str, type, str], ...]] = (
 
 @dataclass(frozen=True, kw_only=True)
 class JobDescription:
-    """The fields of a job; `window` and `max_in_flight` change its speed, and never its results."""
+    """The fields of a job; `window`, `max_in_flight` and `workers` change its speed, never its results."""
 
     model: str  # a folder, or a name on the Hub
     source: str | Sequence[str]  # files of JSON lines (.jsonl) or of CSV with a header (.csv)
@@ -60,7 +67,14 @@ class JobDescription:
     seed: int = 0  # a row's own seed is derived from it and from the row's id
     shard_rows: int = 1000
     window: int = 1024  # rows that are sorted by length before they start
-    max_in_flight: int = 256  # requests in the engine at once
+    max_in_flight: int = 256  # requests in an engine at once
+    engine: str = "descant"  # "vllm", or "auto": vLLM for all that it can run
+    workers: int = 1  # processes, or actors on Ray, that each load the model
+    cpus_per_worker: int | None = None  # threads of each; None: all of a machine together, on Ray 1
+    sink_format: str = "jsonl"  # or "parquet"
+    select: SelectionConfig | None = None  # which completions of a row are written; None: all
+    dedup: str | None = None  # "exact" or "normalized": a folder `unique` with the first row of each text
+    report: bool = True  # whether a page `report.html` is written at the end
 
     def __post_init__(self) -> None:
         for name in ("source", *_COLUMN_LISTS):
@@ -68,6 +82,9 @@ class JobDescription:
         for name in ("model", "sink"):
             value = getattr(self, name)
             object.__setattr__(self, name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+        select: Any = self.select
+        if isinstance(select, Mapping):
+            object.__setattr__(self, "select", SelectionConfig.from_table(select))
         self._check_types()
         self._check_source()
         self._check_columns()
@@ -78,6 +95,8 @@ class JobDescription:
             raise ConfigError("seed", must, config.seed, advice)
         if self.template is not None:
             check_template(self.template)
+        if self.select is not None and "num_return_sequences" not in self.override_columns:
+            self.select.check_samples(config.num_return_sequences or 1)
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Self:
@@ -119,6 +138,15 @@ class JobDescription:
                 raise InputError(name, "must be text", value)
         if self.dtype not in DTYPES:
             raise InputError("dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
+        cpus = self.cpus_per_worker
+        if cpus is not None and (type(cpus) is not int or cpus < 1):
+            raise InputError("cpus_per_worker", "must be an integer >= 1", cpus)
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise InputError(name, f"must be one of {', '.join(filter(None, choices))}", value)
+        select: Any = self.select
+        if select is not None and not isinstance(select, SelectionConfig):
+            raise InputError("select", "must be a SelectionConfig or a table of its fields", select)
         for name, kind, must in _KINDS:
             value = getattr(self, name)
             if type(value) is not kind or (isinstance(value, int) and name in _COUNTS and value < 1):

@@ -1,15 +1,20 @@
-"""A job: its description, and how it runs on this machine."""
+"""A job: its description, and how it runs."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 from descant.errors import InputError
 from descant.jobs.description import JobDescription
+from descant.jobs.job_model import JobModel
 from descant.jobs.job_run import JobRun
+from descant.jobs.local_worker import LocalWorker
 from descant.jobs.results import JobEstimate, JobProgress, JobResult
-from descant.models.loading import load
+from descant.jobs.worker_pool import WorkerPool
+from descant.jobs.workers import JobWorkers
 
 __all__ = ["Job"]
 
@@ -18,8 +23,8 @@ class Job(JobDescription):
     """Every row of a source through a model, each exactly once.
 
     `Job.from_toml(path)` reads a description from a file. The output depends on the job and the row alone:
-    in float32 any number of requests in flight, any interruption and any resume give the same bytes. A run
-    computes only the shards that are missing in `sink`.
+    in float32 any number of workers and of requests in flight, any interruption and any resume give the same
+    bytes. A run computes only the shards that are missing in `sink`.
     """
 
     def run(
@@ -27,19 +32,33 @@ class Job(JobDescription):
         model: Any = None,
         tokenizer: Any = None,
         on_progress: Callable[[JobProgress], None] | None = None,
+        ray: str | None = None,
     ) -> JobResult:
-        """Run what is missing; a loaded model and its tokenizer may take the place of `Job.model`.
+        """Run what is missing, in processes of its own.
 
-        `on_progress` is called after each row.
+        With a loaded model and its tokenizer it runs in this process instead. `ray` is the address of a Ray
+        cluster, or "local" for one that is started here and ends with the run. `on_progress` is called as
+        rows end.
         """
-        return JobRun(self, *self._load(model, tokenizer), on_progress).run()
+        with contextlib.closing(self._workers(model, tokenizer, ray)) as workers:
+            return JobRun(self).run(workers, on_progress)
 
     def estimate(self, model: Any = None, tokenizer: Any = None) -> JobEstimate:
         """The rows and shards that are missing, and their time by a few rows; nothing is written."""
-        return JobRun(self, *self._load(model, tokenizer)).estimate()
+        return JobRun(self).estimate(self._model(model, tokenizer) or JobModel.load(self))
 
-    def _load(self, model: Any, tokenizer: Any) -> tuple[Any, Any]:
+    def _workers(self, model: Any, tokenizer: Any, ray: str | None) -> JobWorkers:
+        loaded = self._model(model, tokenizer)
+        if ray is not None:
+            if loaded is not None:
+                raise InputError("model", "must be loaded by the workers on Ray", "a model", "leave it out")
+            from descant.jobs.ray_workers import RayWorkers  # an extra
+
+            return RayWorkers(self, uuid4().hex, ray)
+        return LocalWorker(loaded) if loaded is not None else WorkerPool(self, uuid4().hex)
+
+    def _model(self, model: Any, tokenizer: Any) -> JobModel | None:
         if (model is None) != (tokenizer is None):
             name = "model" if model is None else "tokenizer"
             raise InputError(name, "must be given together with the other", None, "give both, or neither")
-        return (model, tokenizer) if model is not None else load(self.model, self.dtype, self.device)
+        return None if model is None else JobModel(self, model, tokenizer)

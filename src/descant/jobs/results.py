@@ -54,4 +54,5 @@ class JobEstimate:
     measured_rows: int
     failed_rows: int  # of the measured ones
     tokens_per_second: float
-    seconds: float  # for the missing rows
+    seconds: float  # for the missing rows, with one worker
+    fitting_workers: int  # by the cores and the free memory of this machine

@@ -53,8 +53,12 @@ class RowRequests:
         values = self._values(row)
         if values.get("seed") is None:
             values["seed"] = row_seed(self.job.seed, row.id)
+        if self.job.select is not None and self.job.select.needs_logprobs:
+            values["logprobs"] = 0  # of the tokens themselves, without alternatives
         config = GenerationConfig.merge(values, self.job.generation_config, self.model_config)
         check_generation_fields({"max_time": config.max_time})  # which may be the model's own
+        if self.job.select is not None:
+            self.job.select.check_samples(config.num_return_sequences)
         inputs = self._encode(row)
         self._check_length(inputs["input_ids"].shape[1], config)
         prompts = prepare_prompts(inputs, config, self.traits, self.device)

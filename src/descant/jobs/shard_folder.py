@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from descant.api.json_lines import format_line
 from descant.core.atomic_file import lock_file, write_bytes
 from descant.errors import InputError
 
-__all__ = ["JobManifest", "ShardFolder"]
+__all__ = ["FolderStatus", "JobManifest", "ShardFolder"]
 
 MANIFEST: Final = "manifest.json"
 _FORMAT: Final = 1
@@ -39,6 +40,13 @@ class JobManifest:
     def rows_of(self, shard: int) -> range:
         """The indices of a shard's rows."""
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.rows))
+
+
+class FolderStatus(NamedTuple):
+    """The shards that are missing, and the rows without a result in the others."""
+
+    missing: list[int]
+    failed_rows: int
 
 
 class ShardFolder:
@@ -96,23 +104,26 @@ class ShardFolder:
             raise InputError("sink", must, str(self.path), _ADVICE)
         return True
 
-    def missing(self) -> list[int]:
-        """The shards that are not there."""
-        return [shard for shard in range(self.manifest.shards) if not self.results_file(shard).exists()]
-
-    def failed_rows(self) -> int:
-        """The rows without a result in the shards that are there."""
-        done = set(range(self.manifest.shards)) - set(self.missing())
+    def status(self) -> FolderStatus:
+        """What is there and what is missing."""
+        missing = [shard for shard in range(self.manifest.shards) if not self.is_complete(shard)]
+        done = set(range(self.manifest.shards)) - set(missing)
         files = [self.errors_file(shard) for shard in done]
-        return sum(file.read_bytes().count(b"\n") for file in files if file.exists())
+        return FolderStatus(missing, sum(file.read_bytes().count(b"\n") for file in files if file.exists()))
 
-    def write(self, shard: int, results: Sequence[str], errors: Sequence[str]) -> None:
+    def is_complete(self, shard: int) -> bool:
+        """Whether a shard is there."""
+        return self.results_file(shard).exists()
+
+    def write(
+        self, shard: int, results: Sequence[Mapping[str, Any]], errors: Sequence[Mapping[str, Any]]
+    ) -> None:
         """Write a complete shard: first its errors, then its results."""
         if errors:
-            write_bytes(self.errors_file(shard), "".join(errors).encode())
+            write_bytes(self.errors_file(shard), "".join(map(format_line, errors)).encode())
         else:  # of a run that was killed between the two files
             self.errors_file(shard).unlink(missing_ok=True)
-        write_bytes(self.results_file(shard), "".join(results).encode())
+        write_bytes(self.results_file(shard), "".join(map(format_line, results)).encode())
 
     def results_file(self, shard: int) -> Path:
         """The file of a shard's results."""

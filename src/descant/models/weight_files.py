@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import threading
@@ -66,6 +67,10 @@ class WeightFiles:
                 raise InputError("model", must, name) from error
         return cls(name, files, tensors, sum(file.stat().st_size for file in files))
 
+    def digest(self) -> dict[str, str]:
+        """The digests of the files, by their names."""
+        return {file.name: _file_digest(file) for file in self.files}
+
     @contextlib.contextmanager
     def limit_model_size(self) -> Iterator[None]:
         """Raise if a model created inside the block is far larger than these weights.
@@ -98,6 +103,11 @@ class WeightFiles:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _weights_file(name: str, named: object) -> Path:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from descant import GenerationConfig, InputError
-from descant.jobs.job_run import JobRun
+from descant.jobs.job_model import JobModel
+from descant.jobs.job_worker import JobWorker
 from descant.jobs.row_requests import row_seed
 from descant.jobs.source import JobSource
 
@@ -66,9 +67,8 @@ def test_a_source_that_is_nowhere_is_refused(make_job, loaded) -> None:
 # ------------------------------------------------------------------------ requests
 def requests_of(job, loaded):
     """The requests of a job's rows, or why there are none."""
-    run = JobRun(job, *loaded)
-    with run._start_engine() as engine:
-        made = run._row_requests(engine)
+    with JobWorker(JobModel(job, *loaded)) as worker:
+        made = worker._requests
         found = []
         for row in JobSource(job.source_files, job.id_column):
             try:

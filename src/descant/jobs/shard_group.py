@@ -1,0 +1,58 @@
+"""Groups of shards: the unit of work of a job's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from descant.jobs.row_position import RowPosition, RowPositions
+from descant.jobs.shard_folder import JobManifest
+
+__all__ = ["GroupReport", "ShardGroup", "group_shards"]
+
+_GROUPS_PER_WORKER = 4
+
+
+class ShardGroup(NamedTuple):
+    """Consecutive shards that one worker computes, and where their rows begin in the source."""
+
+    first: int
+    num_shards: int
+    position: RowPosition
+
+    @property
+    def shards(self) -> range:
+        """The shards."""
+        return range(self.first, self.first + self.num_shards)
+
+
+class GroupReport(NamedTuple):
+    """What a worker has done for a group."""
+
+    group: int  # its first shard
+    rows: int = 0  # computed
+    failed: int = 0
+    tokens: int = 0
+    drafted: int = 0  # tokens
+    accepted: int = 0  # of the drafted tokens
+    worker: str = ""
+
+
+def group_shards(
+    missing: Sequence[int],
+    manifest: JobManifest,
+    positions: RowPositions,
+    max_rows: int,
+    workers: int,
+) -> Iterator[ShardGroup]:
+    """The missing shards in groups of about `max_rows` rows, or fewer where some workers would have none."""
+    share = -(-len(missing) // (workers * _GROUPS_PER_WORKER)) if workers > 1 else len(missing)
+    size = max(1, min(-(-max_rows // manifest.shard_rows), share))
+    start = 0
+    while start < len(missing):
+        end = start + 1
+        while end < len(missing) and end - start < size and missing[end] == missing[end - 1] + 1:
+            end += 1
+        first = missing[start]
+        yield ShardGroup(first, end - start, positions[first])
+        start = end
