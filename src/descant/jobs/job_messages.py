@@ -13,7 +13,15 @@ from descant.jobs.row_position import RowPosition
 from descant.jobs.shard_folder import JobManifest
 from descant.jobs.shard_group import ShardGroup
 
-__all__ = ["decode_group", "decode_job", "decode_manifest", "encode_group", "encode_job", "encode_manifest"]
+__all__ = [
+    "decode_group",
+    "decode_job",
+    "decode_manifest",
+    "encode_group",
+    "encode_job",
+    "encode_manifest",
+    "job_values",
+]
 
 
 def encode_job(job: JobDescription) -> dict[str, Any]:
@@ -26,9 +34,12 @@ def encode_job(job: JobDescription) -> dict[str, Any]:
 
 def decode_job(values: Mapping[str, Any]) -> JobDescription:
     """The job of `encode_job`."""
-    return JobDescription(
-        **{**values, "generation_config": GenerationConfig.from_dict(values["generation_config"])}
-    )
+    return JobDescription(**job_values(values))
+
+
+def job_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a job of `encode_job`."""
+    return {**values, "generation_config": GenerationConfig.from_dict(values["generation_config"])}
 
 
 def encode_group(group: ShardGroup) -> list[Any]:

@@ -43,9 +43,12 @@ class _Output:
         self._next = 0.0
 
     def send(self, **message: Any) -> None:
-        with self._lock:
-            self._file.write(json.dumps(message).encode() + b"\n")
-            self._file.flush()
+        try:
+            with self._lock:
+                self._file.write(json.dumps(message).encode() + b"\n")
+                self._file.flush()
+        except BrokenPipeError:
+            os._exit(0)  # the other process has ended
 
     def count(self, group: ShardGroup, outcome: RowOutcome) -> None:
         counts = self._counts.setdefault(group.first, [0, 0, 0])

@@ -1,0 +1,1 @@
+"""Batteries of jobs: kills at random moments, and a comparison with runs that were not disturbed."""
