@@ -24,7 +24,7 @@ import torch
 
 from descant.models.loading import load
 from tools.job_battery.forked_runs import ForkedRuns
-from tools.job_battery.ray_node import RayNode, ray_environment
+from tools.job_battery.ray_environment import ray_environment
 from tools.job_battery.rows import battery_job, rows_once
 from tools.job_battery.worker_runs import WorkerRuns
 
@@ -64,6 +64,8 @@ def _run(options: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], dic
     job = dataclasses.replace(job, workers=options.workers or 1)
     runs = WorkerRuns(job, forked.expected, rng, folder / "fault", max_pause=options.max_pause)
     if options.ray:
+        from tools.job_battery.ray_node import RayNode  # only here is Ray needed
+
         with RayNode(job.workers + 1, ray_environment(runs.environment())) as node:
             runs.ray = node.address
             runs.run(folder, options.kills)

@@ -15,23 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
-__all__ = ["RayNode", "ray_environment"]
+from ray.util import get_node_ip_address
+
+__all__ = ["RayNode"]
 
 _START_SECONDS = 120.0
-
-
-def ray_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The variables of nodes and of the processes that connect to them."""
-    return {
-        **os.environ,
-        "RAY_AUTH_MODE": "disabled",  # it would write a token into the home folder
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # What other processes use of the memory is no reason to kill a worker.
-        "RAY_memory_monitor_refresh_ms": "0",
-        # Several nodes on one machine may need several objects of shared memory.
-        "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",
-        **(extra or {}),
-    }
 
 
 class RayNode:
@@ -44,7 +32,8 @@ class RayNode:
         command += ["--object-store-memory=100000000", "--disable-usage-stats"]
         if head is None:
             port = _free_port()
-            head = f"127.0.0.1:{port}"
+            # Ray replaces 127.0.0.1 in an address by this.
+            head = f"{get_node_ip_address()}:{port}"
             command += ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={self._files}"]
         else:
             command += [f"--address={head}"]
@@ -81,7 +70,7 @@ class RayNode:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("", 0)) as listener:
         return int(listener.getsockname()[1])
 
 

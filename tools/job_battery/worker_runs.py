@@ -17,7 +17,7 @@ from pathlib import Path
 from descant.jobs import Job
 from descant.jobs.job_messages import encode_job
 from tools.job_battery import commit_fault
-from tools.job_battery.ray_node import ray_environment
+from tools.job_battery.ray_environment import ray_environment
 from tools.job_battery.rows import files_of
 
 __all__ = ["KINDS", "WorkerRuns"]
