@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import descant
 from descant.core.atomic_file import write_text
+from descant.errors import InputError
 from descant.jobs.report_charts import (
     NUM_SHARE_COLOURS,
     ValueScale,
@@ -76,6 +77,11 @@ class ReportFacts:
     seconds: float | None = None
     drafted: Sequence[int] = ()  # draft tokens that were fed, by their index in a draft
     accepted: Sequence[int] = ()  # and those of them that were accepted
+
+    def __post_init__(self) -> None:
+        if len(self.drafted) != len(self.accepted):
+            must = f"must have a number for each of the {len(self.drafted)} of `drafted`"
+            raise InputError("accepted", must, self.accepted)
 
 
 def write_report(
