@@ -14,13 +14,13 @@ from typing import Any, Final, Self
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
 from descant.errors import ConfigError, InputError
+from descant.jobs.source import SOURCE_FORMATS
 from descant.models.loading import DTYPES
 
 __all__ = ["PROMPT_COLUMNS", "JobDescription", "check_generation_fields", "check_template"]
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "ids")
 OUTPUT_NAMES: Final = ("row", "id", "completions")
-SOURCE_FORMATS: Final = (".jsonl", ".csv")
 # With these a result would depend on more than the job and the row, or be no text.
 _NOT_IN_JOBS: Final = {
     **{
@@ -47,7 +47,7 @@ class JobDescription:
     """The fields of a job; `window` and `max_in_flight` change its speed, and never its results."""
 
     model: str  # a folder, or a name on the Hub
-    source: str | Sequence[str]  # files of JSON lines (.jsonl) or of CSV with a header (.csv)
+    source: str | Sequence[str]  # files, or folders of datasets
     sink: str  # the folder of the shards
     template: str | None = None  # "Translate: {text}"; None: a column `prompt`, `messages` or `ids`
     chat: bool = False  # whether the prompt is a user message to a chat model
@@ -128,8 +128,9 @@ class JobDescription:
         if not self.source_files:
             raise InputError("source", "must name at least one file", self.source)
         for path in self.source_files:
-            if not path.endswith(SOURCE_FORMATS):
-                raise InputError("source", f"must be files that end in {' or '.join(SOURCE_FORMATS)}", path)
+            if not path.endswith(SOURCE_FORMATS) and not os.path.isdir(path):
+                must = f"must be files that end in {', '.join(SOURCE_FORMATS)}, or folders of datasets"
+                raise InputError("source", must, path)
 
     def _check_columns(self) -> None:
         for name in self.override_columns:

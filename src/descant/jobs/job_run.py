@@ -25,7 +25,7 @@ from descant.engine.scheduler_sizing import sized_scheduler
 from descant.errors import DescantError, EngineClosed, EngineFull, InputError, RankError
 from descant.jobs.description import JobDescription
 from descant.jobs.results import JobEstimate, JobProgress, JobResult
-from descant.jobs.row_requests import RowRequests
+from descant.jobs.row_requests import RowRequests, source_columns
 from descant.jobs.shard_folder import JobManifest, ShardFolder
 from descant.jobs.source import JobSource, SourceRow
 from descant.kv_cache.prefix_cache import PrefixCache
@@ -98,7 +98,7 @@ class JobRun:
     ) -> None:
         self.job, self.model, self.tokenizer = job, model, tokenizer
         self._on_progress = on_progress
-        self._source = JobSource(job.source_files, job.id_column)
+        self._source = JobSource(job.source_files, job.id_column, source_columns(job))
         summary = self._source.scan(job.shard_rows)
         manifest = JobManifest(
             descant.__version__, self._digest(), summary.digest, summary.rows, job.shard_rows

@@ -75,7 +75,7 @@ def test_a_file_without_a_required_key_or_that_is_nowhere_is_refused(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "a.txt"}, "`source` must be files that end in .jsonl or .csv, got 'a.txt'"),
+        ({"source": "a.txt"}, "`source` must be files that end in .jsonl, .csv, .parquet"),
         ({"source": ()}, "`source` must name at least one file"),
         ({"source": 3}, "`source` must be text or a list of texts, got 3"),
         ({"model": ""}, "`model` must be text"),
