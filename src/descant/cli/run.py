@@ -47,6 +47,9 @@ class RunCommand(ConfigCommand):
     ] = None
     device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = None
     shard_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a shard (default: 1000).")] = None
+    sink_format: Annotated[str | None, typer.Option(help="Format of the shards: jsonl, parquet (jsonl).")] = (
+        None
+    )
     window: Annotated[
         int | None, typer.Option(min=1, help="Rows that are sorted by length (default: 1024).")
     ] = None
@@ -87,8 +90,8 @@ class RunCommand(ConfigCommand):
     def _described_job(self) -> Job:
         """The job of the file with the options of the command line."""
         job = Job.from_toml(self.job)
-        names = ("model", "source", "sink", "dtype", "device", "shard_rows", "window", "max_in_flight")
-        given = {name: getattr(self, name) for name in names}
+        names = ("model", "source", "sink", "dtype", "device", "shard_rows", "sink_format", "window")
+        given = {name: getattr(self, name) for name in (*names, "max_in_flight")}
         changes = {name: value for name, value in given.items() if value}
         values = dict(self.values)
         if "seed" in values:  # of the job: each row has its own

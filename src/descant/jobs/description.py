@@ -14,6 +14,7 @@ from typing import Any, Final, Self
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
 from descant.errors import ConfigError, InputError
+from descant.jobs.shard_folder import SINK_FORMATS
 from descant.jobs.source import SOURCE_FORMATS
 from descant.models.loading import DTYPES
 
@@ -59,6 +60,7 @@ class JobDescription:
     device: str | None = None
     seed: int = 0  # a row's own seed is derived from it and from the row's id
     shard_rows: int = 1000
+    sink_format: str = "jsonl"  # or "parquet"
     window: int = 1024  # rows that are sorted by length before they start
     max_in_flight: int = 256  # requests in the engine at once
 
@@ -119,6 +121,8 @@ class JobDescription:
                 raise InputError(name, "must be text", value)
         if self.dtype not in DTYPES:
             raise InputError("dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
+        if self.sink_format not in SINK_FORMATS:
+            raise InputError("sink_format", f"must be one of {', '.join(SINK_FORMATS)}", self.sink_format)
         for name, kind, must in _KINDS:
             value = getattr(self, name)
             if type(value) is not kind or (isinstance(value, int) and name in _COUNTS and value < 1):

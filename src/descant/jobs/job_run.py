@@ -14,7 +14,6 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import descant
 from descant.api.completion_record import completion_text
-from descant.api.json_lines import format_line
 from descant.api.run_digest import run_settings
 from descant.config.generation_config import GenerationConfig
 from descant.engine.async_engine import AsyncEngine
@@ -46,10 +45,10 @@ class RowTask(NamedTuple):
 
 
 class RowOutcome(NamedTuple):
-    """A row's line of output, whether it is an error, and its number of tokens."""
+    """A row's record of output, whether it is an error, and its number of tokens."""
 
     row: int
-    line: str
+    record: dict[str, Any]
     is_error: bool
     tokens: int
 
@@ -82,8 +81,8 @@ class _Shards:
     def write(self, shard: int) -> None:
         """Write a complete shard, its rows in order."""
         outcomes = [one for _, one in sorted(self.outcomes.pop(shard).items())]
-        results = [one.line for one in outcomes if not one.is_error]
-        self.folder.write(shard, results, [one.line for one in outcomes if one.is_error])
+        results = [one.record for one in outcomes if not one.is_error]
+        self.folder.write(shard, results, [one.record for one in outcomes if one.is_error])
 
 
 class JobRun:
@@ -101,18 +100,24 @@ class JobRun:
         self._source = JobSource(job.source_files, job.id_column, source_columns(job))
         summary = self._source.scan(job.shard_rows)
         manifest = JobManifest(
-            descant.__version__, self._digest(), summary.digest, summary.rows, job.shard_rows
+            descant.__version__,
+            self._digest(),
+            summary.digest,
+            summary.rows,
+            job.shard_rows,
+            job.sink_format,
         )
-        self._folder = ShardFolder(job.sink, manifest)
+        ids = () if job.id_column is None else ("id",)
+        self._folder = ShardFolder(job.sink, manifest, (*ids, *job.keep_columns))
 
     def run(self) -> JobResult:
         """Compute the shards that are missing."""
         began = time.monotonic()
         with self._folder.open():
-            missing = self._folder.missing()
+            missing, failed = self._folder.check_shards()
             rows = self._folder.manifest.rows
             num_missing = sum(len(self._folder.manifest.rows_of(shard)) for shard in missing)
-            counts = _Counts(rows - num_missing, self._folder.failed_rows(), began)
+            counts = _Counts(rows - num_missing, failed, began)
             if missing:
                 _run_async(self._run_shards(set(missing), counts))
             if self._folder.missing():
@@ -199,11 +204,11 @@ class JobRun:
             for one in finished.hypotheses
         ]
         kept = {name: row.data[name] for name in self.job.keep_columns if name in row.data}
-        line = format_line({**self._names(row), **kept, "completions": completions})
-        return RowOutcome(row.index, line, False, sum(len(one.tokens) for one in finished.hypotheses))
+        record = {**self._names(row), **kept, "completions": completions}
+        return RowOutcome(row.index, record, False, sum(len(one.tokens) for one in finished.hypotheses))
 
     def _error(self, row: SourceRow, error: DescantError) -> RowOutcome:
-        return RowOutcome(row.index, format_line({**self._names(row), "error": str(error)}), True, 0)
+        return RowOutcome(row.index, {**self._names(row), "error": str(error)}, True, 0)
 
     def _names(self, row: SourceRow) -> dict[str, Any]:
         """How a line of output names its row."""
