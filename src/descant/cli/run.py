@@ -25,6 +25,7 @@ _JOB_OPTIONS = (
     "dtype",
     "device",
     "shard_rows",
+    "sink_format",
     "window",
     "max_in_flight",
     "engine",
@@ -61,6 +62,9 @@ class RunCommand(ConfigCommand):
     ] = None
     device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = None
     shard_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a shard (default: 1000).")] = None
+    sink_format: Annotated[str | None, typer.Option(help="Format of the shards: jsonl, parquet (jsonl).")] = (
+        None
+    )
     window: Annotated[
         int | None, typer.Option(min=1, help="Rows that are sorted by length (default: 1024).")
     ] = None

@@ -15,13 +15,14 @@ from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
 from descant.errors import ConfigError, InputError
 from descant.jobs.selection import SelectionConfig
+from descant.jobs.shard_folder import SINK_FORMATS
+from descant.jobs.source import SOURCE_FORMATS
 from descant.models.loading import DTYPES
 
 __all__ = ["PROMPT_COLUMNS", "JobDescription", "check_generation_fields", "check_template"]
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "ids")
 OUTPUT_NAMES: Final = ("row", "id", "completions")
-SOURCE_FORMATS: Final = (".jsonl", ".csv")
 # With these a result would depend on more than the job and the row, or be no text.
 _NOT_IN_JOBS: Final = {
     **{
@@ -37,7 +38,7 @@ _COLUMN_LISTS: Final = ("override_columns", "keep_columns")
 _COUNTS: Final = ("shard_rows", "window", "max_in_flight", "workers")
 _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
     "engine": ("descant", "vllm", "auto"),
-    "sink_format": ("jsonl", "parquet"),
+    "sink_format": SINK_FORMATS,
     "dedup": (None, "exact", "normalized"),
 }
 _KINDS: Final[tuple[tuple[str, type, str], ...]] = (
@@ -54,7 +55,7 @@ class JobDescription:
     """The fields of a job; `window`, `max_in_flight` and `workers` change its speed, never its results."""
 
     model: str  # a folder, or a name on the Hub
-    source: str | Sequence[str]  # files of JSON lines (.jsonl) or of CSV with a header (.csv)
+    source: str | Sequence[str]  # files, or folders of datasets
     sink: str  # the folder of the shards
     template: str | None = None  # "Translate: {text}"; None: a column `prompt`, `messages` or `ids`
     chat: bool = False  # whether the prompt is a user message to a chat model
@@ -66,12 +67,12 @@ class JobDescription:
     device: str | None = None
     seed: int = 0  # a row's own seed is derived from it and from the row's id
     shard_rows: int = 1000
+    sink_format: str = "jsonl"  # or "parquet"
     window: int = 1024  # rows that are sorted by length before they start
     max_in_flight: int = 256  # requests in an engine at once
     engine: str = "descant"  # "vllm", or "auto": vLLM for all that it can run
     workers: int = 1  # processes, or actors on Ray, that each load the model
     cpus_per_worker: int | None = None  # threads of each; None: all of a machine together, on Ray 1
-    sink_format: str = "jsonl"  # or "parquet"
     select: SelectionConfig | None = None  # which completions of a row are written; None: all
     dedup: str | None = None  # "exact" or "normalized": a folder `unique` with the first row of each text
     report: bool = True  # whether a page `report.html` is written at the end
@@ -156,8 +157,9 @@ class JobDescription:
         if not self.source_files:
             raise InputError("source", "must name at least one file", self.source)
         for path in self.source_files:
-            if not path.endswith(SOURCE_FORMATS):
-                raise InputError("source", f"must be files that end in {' or '.join(SOURCE_FORMATS)}", path)
+            if not path.endswith(SOURCE_FORMATS) and not os.path.isdir(path):
+                must = f"must be files that end in {', '.join(SOURCE_FORMATS)}, or folders of datasets"
+                raise InputError("source", must, path)
 
     def _check_columns(self) -> None:
         for name in self.override_columns:

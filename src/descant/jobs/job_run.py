@@ -13,13 +13,15 @@ import descant
 from descant.errors import InputError
 from descant.jobs.attempt_log import FOLDER
 from descant.jobs.description import JobDescription
+from descant.jobs.job_files import open_sink, open_source
 from descant.jobs.job_model import JobModel
+from descant.jobs.job_summary import write_summary
 from descant.jobs.job_worker import JobWorker, RowOutcome
 from descant.jobs.local_worker import run_coroutine
 from descant.jobs.results import JobEstimate, JobProgress, JobResult
-from descant.jobs.shard_folder import JobManifest, ShardFolder
-from descant.jobs.shard_group import GroupReport, group_shards
-from descant.jobs.source import JobSource, SourceRow
+from descant.jobs.shard_folder import JobManifest
+from descant.jobs.shard_group import GroupReport, add_counts, group_shards
+from descant.jobs.source import SourceRow
 from descant.jobs.workers import JobWorkers, RowCounts, WorkerCallbacks
 
 __all__ = ["JobRun"]
@@ -39,6 +41,8 @@ class _RunProgress:
     began: float = field(default_factory=time.monotonic)
     complete: RowCounts = _NONE
     running: dict[int, RowCounts] = field(default_factory=dict)
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
     def add(self, group: int, counts: RowCounts) -> None:
         """Count rows of a group that is not complete."""
@@ -53,6 +57,8 @@ class _RunProgress:
         """Count a complete group."""
         self.running.pop(report.group, None)
         self.complete = _add(self.complete, RowCounts(report.rows, report.failed, report.tokens))
+        self.drafted = add_counts(self.drafted, report.drafted)
+        self.accepted = add_counts(self.accepted, report.accepted)
 
     @property
     def total(self) -> RowCounts:
@@ -87,16 +93,16 @@ class JobRun:
 
     def __init__(self, job: JobDescription) -> None:
         self.job = job
-        self._source = JobSource(job.source_files, job.id_column)
+        self._source = open_source(job)
 
     def run(self, workers: JobWorkers, on_progress: Callable[[JobProgress], None] | None = None) -> JobResult:
         """Compute the shards that are missing."""
         began = time.monotonic()
         summary = self._source.scan(self.job.shard_rows)
         manifest = self._manifest(workers.digest(), summary.digest, summary.rows)
-        folder = ShardFolder(self.job.sink, manifest)
+        folder = open_sink(self.job, manifest)
         with folder.open():
-            status = folder.status()
+            status = folder.check_shards()
             num_missing = sum(len(manifest.rows_of(shard)) for shard in status.missing)
             progress = _RunProgress(
                 manifest.rows, manifest.rows - num_missing, status.failed_rows, on_progress
@@ -106,27 +112,30 @@ class JobRun:
                 groups = group_shards(status.missing, manifest, summary.positions, max_rows, workers.count())
                 callbacks = WorkerCallbacks(progress.add, progress.retry, progress.finish)
                 workers.run(groups, folder, callbacks)
-                status = folder.status()
+                status = folder.check_shards()
             shutil.rmtree(folder.path / FOLDER, ignore_errors=True)
             if status.missing:
                 raise InputError("source", "must not change during a run", "fewer rows than before")
-        total = progress.total
-        return JobResult(
-            rows=manifest.rows,
-            failed=status.failed_rows,
-            shards=manifest.shards,
-            computed_rows=total.rows,
-            tokens=total.tokens,
-            seconds=time.monotonic() - began,
-        )
+            total = progress.total
+            result = JobResult(
+                rows=manifest.rows,
+                failed=status.failed_rows,
+                shards=manifest.shards,
+                computed_rows=total.rows,
+                tokens=total.tokens,
+                seconds=time.monotonic() - began,
+                drafted=progress.drafted,
+                accepted=progress.accepted,
+            )
+            return write_summary(self.job, folder, result)
 
     def estimate(self, model: JobModel) -> JobEstimate:
         """The size of the job and the time of its missing rows, by some that are computed and not kept."""
         summary = self._source.scan(self.job.shard_rows)
         manifest = self._manifest(model.digest(), summary.digest, summary.rows)
-        folder = ShardFolder(self.job.sink, manifest)
+        folder = open_sink(self.job, manifest)
         folder.check()
-        missing = folder.status().missing
+        missing = folder.check_shards().missing
         num_missing = sum(len(manifest.rows_of(shard)) for shard in missing)
         count = min(num_missing, _MEASURED_ROWS, self.job.max_in_flight)
         # Spread over the missing rows: a source may be sorted by length.
@@ -148,7 +157,7 @@ class JobRun:
         )
 
     def _manifest(self, job: str, source: str, rows: int) -> JobManifest:
-        return JobManifest(descant.__version__, job, source, rows, self.job.shard_rows)
+        return JobManifest(descant.__version__, job, source, rows, self.job.shard_rows, self.job.sink_format)
 
 
 async def _measure(model: JobModel, rows: list[SourceRow]) -> tuple[float, list[RowOutcome]]:

@@ -16,12 +16,13 @@ from descant.engine.request import Request
 from descant.errors import DescantError, EngineClosed, EngineFull, RankError
 from descant.jobs.attempt_log import MAX_TRIES, AttemptLog
 from descant.jobs.description import JobDescription
+from descant.jobs.job_files import open_source
 from descant.jobs.job_model import JobModel
 from descant.jobs.row_requests import RowRequests
 from descant.jobs.selection import CompletionSelector
 from descant.jobs.shard_folder import ShardFolder
-from descant.jobs.shard_group import GroupReport, ShardGroup
-from descant.jobs.source import JobSource, SourceRow
+from descant.jobs.shard_group import GroupReport, ShardGroup, add_counts
+from descant.jobs.source import SourceRow
 
 __all__ = ["GROUPS_AT_ONCE", "JobWorker", "RowOutcome"]
 
@@ -45,8 +46,8 @@ class RowOutcome(NamedTuple):
     record: dict[str, Any]
     is_error: bool
     tokens: int
-    drafted: int = 0
-    accepted: int = 0
+    drafted: tuple[int, ...] = ()
+    accepted: tuple[int, ...] = ()
 
 
 OnRow = Callable[[ShardGroup, RowOutcome], None]
@@ -84,7 +85,7 @@ class JobWorker:
         self.job: JobDescription = model.job
         self.name = name
         self._model, self._run, self._workers = model, run, workers
-        self._source = JobSource(self.job.source_files, self.job.id_column)
+        self._source = open_source(self.job)
         self._places = asyncio.Semaphore(self.job.max_in_flight)
         self._starting = asyncio.Lock()  # one group at a time starts rows
         self._stack = ExitStack()
@@ -166,14 +167,19 @@ class JobWorker:
             completions = self._select(row, completions, finished)
         columns = {name: row.data[name] for name in self.job.keep_columns if name in row.data}
         record = {**self._names(row), **columns, "completions": completions}
-        drafts = [one.speculation for one in finished.hypotheses if one.speculation is not None]
+        drafted: tuple[int, ...] = ()
+        accepted: tuple[int, ...] = ()
+        for one in finished.hypotheses:
+            if one.speculation is not None:
+                drafted = add_counts(drafted, one.speculation.drafted)
+                accepted = add_counts(accepted, one.speculation.accepted)
         return RowOutcome(
             row.index,
             record,
             False,
             tokens=sum(len(one.tokens) for one in finished.hypotheses),
-            drafted=sum(sum(one.drafted) for one in drafts),
-            accepted=sum(sum(one.accepted) for one in drafts),
+            drafted=drafted,
+            accepted=accepted,
         )
 
     def _select(
@@ -185,7 +191,11 @@ class JobWorker:
         tokens = [one.tokens.tolist() for one in finished.hypotheses] if config.needs_tokens else []
         sums = []
         if config.needs_logprobs:
-            sums = [float(one.logprobs.raw.sum()) for one in finished.hypotheses if one.logprobs is not None]
+            sums = [
+                float(one.logprobs.raw.double().sum())
+                for one in finished.hypotheses
+                if one.logprobs is not None
+            ]
         return self._selector.select(row.data, completions, tokens, sums)
 
     def _names(self, row: SourceRow) -> dict[str, Any]:
@@ -266,8 +276,8 @@ class _GroupRun:
             rows=report.rows + 1,
             failed=report.failed + outcome.is_error,
             tokens=report.tokens + outcome.tokens,
-            drafted=report.drafted + outcome.drafted,
-            accepted=report.accepted + outcome.accepted,
+            drafted=add_counts(report.drafted, outcome.drafted) if outcome.drafted else report.drafted,
+            accepted=add_counts(report.accepted, outcome.accepted) if outcome.accepted else report.accepted,
         )
         if self._on_row is not None:
             self._on_row(self._group, outcome)

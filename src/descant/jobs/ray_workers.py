@@ -9,6 +9,7 @@ the same paths.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import threading
@@ -21,6 +22,7 @@ import numpy as np
 from descant.errors import DescantError, InputError, MissingExtra, WorkerFailed
 from descant.jobs.attempt_log import FOLDER
 from descant.jobs.description import JobDescription
+from descant.jobs.job_files import open_sink
 from descant.jobs.job_messages import decode_job, decode_manifest, encode_job, encode_manifest
 from descant.jobs.job_model import JobModel
 from descant.jobs.job_worker import GROUPS_AT_ONCE, JobWorker
@@ -42,7 +44,7 @@ class RayActor:
 
     def __init__(self, job: Mapping[str, Any], manifest: Mapping[str, Any], run: str, workers: int) -> None:
         model = JobModel.load(decode_job(job))
-        self._folder = ShardFolder(model.job.sink, decode_manifest(manifest))
+        self._folder = open_sink(model.job, decode_manifest(manifest))
         if not self._folder.check():
             must = "must be a folder that all nodes share"
             raise InputError("sink", must, model.job.sink)
@@ -56,7 +58,7 @@ class RayActor:
         first, num_shards, *position = (int(batch[name][0]) for name in _COLUMNS)
         group = ShardGroup(first, num_shards, RowPosition(*position))
         report = await self._worker.run_group(group, self._folder)
-        return {name: np.array([value]) for name, value in report._asdict().items()}
+        return {"report": np.array([json.dumps(report)])}
 
 
 class RayWorkers:
@@ -179,8 +181,7 @@ class RayWorkers:
                     **self._resources(),
                 )
                 for batch in dataset.iter_batches(batch_size=1, prefetch_batches=0):
-                    values = {name: values[0].item() for name, values in batch.items() if name != "worker"}
-                    reports.put(GroupReport(**values, worker=str(batch["worker"][0])))
+                    reports.put(GroupReport(*json.loads(str(batch["report"][0]))))
             reports.put(None)
         except BaseException as error:
             reports.put(error)

@@ -86,6 +86,11 @@ class SelectionConfig:
         """Whether `CompletionSelector.select` needs `token_ids`."""
         return self.method == "mbr"
 
+    @property
+    def needs_row(self) -> bool:
+        """Whether a function scores completions, which is given all columns of their row."""
+        return self.scorer is not None and self.scorer not in BUILT_IN_SCORERS
+
     def check_samples(self, count: int) -> None:
         """Raise ConfigError if rows of `count` completions leave nothing to select."""
         least = max(2, self.keep)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from descant.api.json_lines import format_line
 from descant.core.atomic_file import lock_file, write_bytes
 from descant.errors import InputError
+from descant.jobs.parquet_shards import ParquetShards
+from descant.jobs.shard_formats import JsonLinesShards, ShardFormat, ShardRecord
 
-__all__ = ["FolderStatus", "JobManifest", "ShardFolder"]
+__all__ = ["SINK_FORMATS", "JobManifest", "ShardCheck", "ShardFolder"]
 
 MANIFEST: Final = "manifest.json"
+SINK_FORMATS: Final = ("jsonl", "parquet")
 _FORMAT: Final = 1
 _ADVICE: Final = "give another folder, or remove this one to start anew"
 
@@ -30,6 +32,7 @@ class JobManifest:
     source: str  # digest of the source's files
     rows: int
     shard_rows: int
+    sink_format: str = "jsonl"
     format: int = _FORMAT
 
     @property
@@ -42,23 +45,27 @@ class JobManifest:
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.rows))
 
 
-class FolderStatus(NamedTuple):
-    """The shards that are missing, and the rows without a result in the others."""
+class ShardCheck(NamedTuple):
+    """What a look at all shards has found."""
 
-    missing: list[int]
-    failed_rows: int
+    missing: list[int]  # shards that are not there, or not whole
+    failed_rows: int  # without a result, in the others
 
 
 class ShardFolder:
     """The shards of one job in a folder.
 
-    `shard-00000.jsonl` holds the results of a shard in the order of its rows, and `shard-00000.errors.jsonl`,
-    where there are any, its rows without a result. The first is written last: it is there if and only if the
-    shard is complete.
+    `shard-00000.jsonl` (or `.parquet`) holds the results of a shard in the order of its rows, and
+    `shard-00000.errors.jsonl`, where there are any, its rows without a result. The first is written last: a
+    shard is complete if it is there and both have all rows of the shard.
     """
 
-    def __init__(self, path: str, manifest: JobManifest) -> None:
+    def __init__(self, path: str, manifest: JobManifest, columns: Sequence[str] = ()) -> None:
+        """`columns`: what results have between `row` and `completions`, for formats with a schema."""
         self.path, self.manifest = Path(path), manifest
+        self._errors = JsonLinesShards()
+        is_parquet = manifest.sink_format == "parquet"
+        self.results_format: ShardFormat = ParquetShards(columns) if is_parquet else self._errors
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
@@ -104,31 +111,65 @@ class ShardFolder:
             raise InputError("sink", must, str(self.path), _ADVICE)
         return True
 
-    def status(self) -> FolderStatus:
-        """What is there and what is missing."""
-        missing = [shard for shard in range(self.manifest.shards) if not self.is_complete(shard)]
-        done = set(range(self.manifest.shards)) - set(missing)
-        files = [self.errors_file(shard) for shard in done]
-        return FolderStatus(missing, sum(file.read_bytes().count(b"\n") for file in files if file.exists()))
+    def check_shards(self) -> ShardCheck:
+        """Read all shards, and find those that do not have all their rows."""
+        missing, failed = [], 0
+        for shard in range(self.manifest.shards):
+            errors = self._failed_rows(shard)
+            if errors is None:
+                missing.append(shard)
+            else:
+                failed += errors
+        return ShardCheck(missing, failed)
 
     def is_complete(self, shard: int) -> bool:
-        """Whether a shard is there."""
-        return self.results_file(shard).exists()
+        """Whether a shard has all its rows."""
+        return self._failed_rows(shard) is not None
 
-    def write(
-        self, shard: int, results: Sequence[Mapping[str, Any]], errors: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _failed_rows(self, shard: int) -> int | None:
+        """The rows of a shard without a result; None: it is not complete."""
+        results = _count(self.results_format, self.results_file(shard), absent=None)
+        if results is None:
+            return None
+        errors = _count(self._errors, self.errors_file(shard), absent=0)
+        return (
+            errors if errors is not None and results + errors == len(self.manifest.rows_of(shard)) else None
+        )
+
+    def write(self, shard: int, results: Sequence[ShardRecord], errors: Sequence[ShardRecord]) -> None:
         """Write a complete shard: first its errors, then its results."""
+        if self.is_complete(shard):  # by a worker that was taken for dead: it has written the same bytes
+            return
+        data = self.results_format.encode(results)
+        # What is there is not whole, and must not seem so beside other errors.
+        self.results_file(shard).unlink(missing_ok=True)
         if errors:
-            write_bytes(self.errors_file(shard), "".join(map(format_line, errors)).encode())
+            write_bytes(self.errors_file(shard), self._errors.encode(errors))
         else:  # of a run that was killed between the two files
             self.errors_file(shard).unlink(missing_ok=True)
-        write_bytes(self.results_file(shard), "".join(map(format_line, results)).encode())
+        write_bytes(self.results_file(shard), data)
+
+    def read_results(self, shard: int) -> Iterator[dict[str, Any]]:
+        """The results of a complete shard, in the order of its rows."""
+        return self.results_format.read(str(self.results_file(shard)))
+
+    def read_errors(self, shard: int) -> Iterator[dict[str, Any]]:
+        """The rows without a result of a complete shard, in their order."""
+        path = self.errors_file(shard)
+        return self._errors.read(str(path)) if path.exists() else iter(())
 
     def results_file(self, shard: int) -> Path:
         """The file of a shard's results."""
-        return self.path / f"shard-{shard:05}.jsonl"
+        return self.path / f"shard-{shard:05}{self.results_format.suffix}"
 
     def errors_file(self, shard: int) -> Path:
         """The file of a shard's rows without a result."""
         return self.path / f"shard-{shard:05}.errors.jsonl"
+
+
+def _count(shards: ShardFormat, path: Path, absent: int | None) -> int | None:
+    """The records of a file; None: it is not whole."""
+    try:
+        return shards.count(str(path))
+    except FileNotFoundError:
+        return absent

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from descant.jobs.row_position import RowPosition, RowPositions
 from descant.jobs.shard_folder import JobManifest
 
-__all__ = ["GroupReport", "ShardGroup", "group_shards"]
+__all__ = ["GroupReport", "ShardGroup", "add_counts", "group_shards"]
 
 _GROUPS_PER_WORKER = 4
 
@@ -33,9 +34,14 @@ class GroupReport(NamedTuple):
     rows: int = 0  # computed
     failed: int = 0
     tokens: int = 0
-    drafted: int = 0  # tokens
-    accepted: int = 0  # of the drafted tokens
+    drafted: tuple[int, ...] = ()  # tokens, by their index in a draft
+    accepted: tuple[int, ...] = ()  # of the drafted tokens
     worker: str = ""
+
+
+def add_counts(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """The sums of counts, of which the shorter ends with zeros."""
+    return tuple(map(sum, zip_longest(one, other, fillvalue=0)))
 
 
 def group_shards(

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
 from descant.errors import InputError
+from descant.jobs.arrow_files import ArrowFile, ParquetFile
+from descant.jobs.dataset_folder import dataset_files
 from descant.jobs.id_digests import IdDigests, RowId, id_digest
 from descant.jobs.row_file import RowData, RowFile
 from descant.jobs.row_position import RowPosition, RowPositions
 from descant.jobs.text_files import CsvFile, JsonLinesFile
 
-__all__ = ["JobSource", "SourceRow", "SourceSummary", "parse_text"]
+__all__ = ["SOURCE_FORMATS", "JobSource", "SourceRow", "SourceSummary", "parse_text"]
 
+SOURCE_FORMATS: Final = (".jsonl", ".csv", ".parquet", ".arrow", ".feather")
 _START: Final = RowPosition(0, 0)
 
 
@@ -43,10 +48,14 @@ class SourceSummary:
 
 @dataclass(frozen=True)
 class JobSource:
-    """Files of rows, and the column with their ids; None: a row's id is its index."""
+    """Files of rows, and the column with their ids; None: a row's id is its index.
+
+    A folder that `Dataset.save_to_disk` wrote stands for its files.
+    """
 
     paths: Sequence[str]
     id_column: str | None = None
+    columns: Collection[str] | None = None  # that are read of Parquet and Arrow; None: all
 
     def scan(self, shard_rows: int) -> SourceSummary:
         """Read all files once; raises InputError for ids that are not unique."""
@@ -83,7 +92,20 @@ class JobSource:
 
     @cached_property
     def _files(self) -> list[RowFile]:
-        return [CsvFile(path) if path.endswith(".csv") else JsonLinesFile(path) for path in self.paths]
+        return [
+            self._open(file)
+            for path in self.paths
+            for file in (dataset_files(path) if os.path.isdir(path) else [path])
+        ]
+
+    def _open(self, path: str) -> RowFile:
+        if path.endswith(".csv"):
+            return CsvFile(path)
+        if path.endswith(".jsonl"):
+            return JsonLinesFile(path)
+        ids = () if self.id_column is None else (self.id_column,)
+        columns = None if self.columns is None else frozenset((*self.columns, *ids))
+        return ParquetFile(path, columns) if path.endswith(".parquet") else ArrowFile(path, columns)
 
     def _rows(self, position: RowPosition, index: int) -> Iterator[SourceRow]:
         """All rows from a position on."""
@@ -108,7 +130,7 @@ class JobSource:
     def _check_ids(self, digests: Collection[int]) -> None:
         """Raise InputError for two rows of the same id, of which the digest is given."""
         first: dict[RowId, int] = {}
-        for row in self:
+        for row in dataclasses.replace(self, columns=()):
             if row.id is None or id_digest(row.id) not in digests:
                 continue
             if row.id in first:

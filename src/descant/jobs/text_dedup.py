@@ -13,11 +13,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from descant.api.json_lines import parse_line
-from descant.core.atomic_file import write_bytes, write_pending
+from descant.core.atomic_file import write_bytes
 from descant.errors import InputError
+from descant.jobs.shard_formats import ShardFormat
 
-__all__ = ["DEDUP_MODES", "DedupCounts", "UniqueRows", "find_unique_rows", "write_unique_shards"]
+__all__ = ["DEDUP_MODES", "DedupCounts", "UniqueRows", "UniqueShards", "find_unique_rows"]
 
 DEDUP_MODES: Final = ("exact", "normalized")
 UNIQUE_MANIFEST: Final = "manifest.json"
@@ -79,35 +79,55 @@ def find_unique_rows(
     return unique
 
 
-def write_unique_shards(
-    shards: Sequence[Path], folder: Path, mode: str, identity: str, max_digests: int = MAX_DIGESTS
-) -> DedupCounts:
-    """Write the kept lines of complete JSONL shards to files of the same names in a folder.
+@dataclass(frozen=True)
+class UniqueShards:
+    """The shards of a job, in their order, and the folder of those without rows of equal text."""
 
-    `identity` says which job the shards are of, such as the text of its manifest. The folder's own manifest
-    is written last: where it has the same identity and mode, everything is there and nothing is done.
-    """
-    check_dedup_mode(mode)
-    key = hashlib.blake2b(json.dumps([identity, mode]).encode(), digest_size=16).hexdigest()
-    names = [path.name for path in shards]
-    done = _read_manifest(folder, key)
-    if done is not None and all((folder / name).exists() for name in names):
-        return done
-    folder.mkdir(parents=True, exist_ok=True)
-    # Until the last file is written, the folder does not say that it is complete.
-    (folder / UNIQUE_MANIFEST).unlink(missing_ok=True)
-    rows = sum(1 for path in shards for _ in _lines(path))
-    unique = find_unique_rows(lambda: _texts(shards), rows, mode, max_digests)
-    start = 0
-    for path in shards:
-        start += _write_kept(path, folder / path.name, unique, start)
-    for path in folder.glob("shard-*"):
-        if path.name not in names:  # of an earlier job
-            path.unlink()
-    counts = DedupCounts(rows, unique.count())
-    manifest = {"format": _FORMAT, "key": key, "mode": mode, **asdict(counts)}
-    write_bytes(folder / UNIQUE_MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
-    return counts
+    shards: Sequence[Path]
+    shard_format: ShardFormat
+    folder: Path
+    max_digests: int = MAX_DIGESTS
+
+    def write(self, mode: str, identity: str) -> DedupCounts:
+        """Write the kept rows of the shards to files of the same names.
+
+        `identity` says which job the shards are of, such as the text of its manifest. The folder's own
+        manifest is written last: where it has the same identity and mode, everything is there and nothing is
+        done.
+        """
+        check_dedup_mode(mode)
+        key = hashlib.blake2b(json.dumps([identity, mode]).encode(), digest_size=16).hexdigest()
+        names = [path.name for path in self.shards]
+        done = _read_manifest(self.folder, key)
+        if done is not None and all((self.folder / name).exists() for name in names):
+            return done
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Until the last file is written, the folder does not say that it is complete.
+        (self.folder / UNIQUE_MANIFEST).unlink(missing_ok=True)
+        rows = sum(1 for _ in self._records())
+        unique = find_unique_rows(lambda: map(first_text, self._records()), rows, mode, self.max_digests)
+        start = 0
+        for path in self.shards:
+            start += self._write_kept(path, unique, start)
+        for path in self.folder.glob("shard-*"):
+            if path.name not in names:  # of an earlier job
+                path.unlink()
+        counts = DedupCounts(rows, unique.count())
+        manifest = {"format": _FORMAT, "key": key, "mode": mode, **asdict(counts)}
+        write_bytes(self.folder / UNIQUE_MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+        return counts
+
+    def _records(self) -> Iterator[dict[str, Any]]:
+        for path in self.shards:
+            yield from self.shard_format.read(str(path))
+
+    def _write_kept(self, path: Path, unique: UniqueRows, start: int) -> int:
+        """Copy the kept rows of a shard, whose first has the position `start`; returns the number of rows."""
+        records = list(self.shard_format.read(str(path)))
+        mask = unique.mask(start, len(records)).tolist()
+        kept = [record for record, is_kept in zip(records, mask, strict=True) if is_kept]
+        write_bytes(self.folder / path.name, self.shard_format.encode(kept))
+        return len(records)
 
 
 def first_text(record: Any) -> str:
@@ -170,29 +190,6 @@ def _digest(text: str, mode: str) -> bytes:
     # A text of a model may have lone surrogates, which JSON can hold and UTF-8 cannot.
     data = text.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, person=b"descant dedup").digest()
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from file
-
-
-def _texts(shards: Sequence[Path]) -> Iterator[str]:
-    """The text of the first completion of each line."""
-    for path in shards:
-        for line in _lines(path):
-            yield first_text(parse_line(line))
-
-
-def _write_kept(source: Path, target: Path, unique: UniqueRows, start: int) -> int:
-    """Copy the kept lines of a shard, whose first has the position `start`; returns the number of lines."""
-    count = sum(1 for _ in _lines(source))
-    is_kept = unique.mask(start, count)
-    with write_pending(target) as pending:
-        for line, kept in zip(_lines(source), is_kept.tolist(), strict=True):
-            if kept:
-                pending.file.write(line)
-    return count
 
 
 def _read_manifest(folder: Path, key: str) -> DedupCounts | None:

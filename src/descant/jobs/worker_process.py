@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from descant.errors import DescantError
+from descant.jobs.job_files import open_sink
 from descant.jobs.job_messages import decode_group, decode_job, decode_manifest
 from descant.jobs.job_model import JobModel
 from descant.jobs.job_worker import JobWorker, RowOutcome
@@ -79,7 +80,7 @@ class _Process:
     async def run(self) -> None:
         """Run groups until the input ends."""
         message = await asyncio.to_thread(self._read)
-        folder = ShardFolder(self._model.job.sink, decode_manifest(message["manifest"]))
+        folder = open_sink(self._model.job, decode_manifest(message["manifest"]))
         with JobWorker(self._model, self._run, self._workers, str(os.getpid())) as worker:
             async with asyncio.TaskGroup() as tasks:
                 while True:

@@ -75,7 +75,7 @@ def test_a_file_without_a_required_key_or_that_is_nowhere_is_refused(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "a.txt"}, "`source` must be files that end in .jsonl or .csv, got 'a.txt'"),
+        ({"source": "a.txt"}, "`source` must be files that end in .jsonl, .csv, .parquet"),
         ({"source": ()}, "`source` must name at least one file"),
         ({"source": 3}, "`source` must be text or a list of texts, got 3"),
         ({"model": ""}, "`model` must be text"),
@@ -85,6 +85,7 @@ def test_a_file_without_a_required_key_or_that_is_nowhere_is_refused(tmp_path: P
         ({"window": 0}, "`window` must be an integer >= 1, got 0"),
         ({"max_in_flight": 1.5}, "`max_in_flight` must be an integer >= 1, got 1.5"),
         ({"dtype": "int8"}, "`dtype` must be one of auto, float32"),
+        ({"sink_format": "csv"}, "`sink_format` must be one of jsonl, parquet, got 'csv'"),
         ({"generation_config": {}}, "`generation_config` must be a GenerationConfig"),
         ({"generation_config": GenerationConfig(seed=1)}, "`seed` must be unset in the `generation_config`"),
         ({"generation_config": GenerationConfig(max_time=1.0)}, "`max_time` must be unset in a job"),

@@ -88,6 +88,7 @@ def test_a_resume_computes_only_what_is_missing(make_job, loaded, contents) -> N
         ({"generation_config": GenerationConfig(do_sample=True, max_new_tokens=7)}, "`job`"),
         ({"keep_columns": "name"}, "`job`"),
         ({"shard_rows": 5}, "`shard_rows`"),
+        ({"sink_format": "parquet"}, "`sink_format`"),
         ({"rows": [{"text": "other"}] * 23}, "`source`"),
     ],
 )

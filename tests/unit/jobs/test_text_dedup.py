@@ -14,7 +14,14 @@ import pytest
 from descant import InputError
 from descant.core import atomic_file
 from descant.jobs import text_dedup
-from descant.jobs.text_dedup import DedupCounts, UniqueRows, find_unique_rows, write_unique_shards
+from descant.jobs.shard_formats import JsonLinesShards
+from descant.jobs.text_dedup import DedupCounts, UniqueRows, UniqueShards, find_unique_rows
+
+
+def write_unique_shards(shards, folder, mode, identity, **limits):
+    """The counts of shards of JSON lines."""
+    return UniqueShards(shards, JsonLinesShards(), folder, **limits).write(mode, identity)
+
 
 TEXTS = ["a", "b", "a", "A", " b", "c\n", "b", "c", "", "é", "É", "a", "\ud800", "\ud800", "x  y", "x y"]
 
