@@ -69,7 +69,7 @@ class JobSource:
                     positions.append(RowPosition(number, block.offset, block.skip + next_start - rows))
                     next_start += shard_rows
                 for data in block.data:
-                    row_id = self._row(0, data, file.is_text).id
+                    row_id = self._id_of(data)
                     if row_id is not None:
                         ids.add(row_id)
                 rows += block.rows
@@ -121,11 +121,20 @@ class JobSource:
             return SourceRow(index, {}, None if self.id_column else index, is_text, data)
         if self.id_column is None:
             return SourceRow(index, data, index, is_text)
-        value = data.get(self.id_column)
-        if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-            error = InputError(self.id_column, "must hold the row's id, a text or an integer", value)
+        row_id = self._id_of(data)
+        if row_id is None:
+            must = "must hold the row's id, a text or an integer"
+            error = InputError(self.id_column, must, data.get(self.id_column))
             return SourceRow(index, data, None, is_text, error)
-        return SourceRow(index, data, value, is_text)
+        return SourceRow(index, data, row_id, is_text)
+
+    def _id_of(self, data: RowData) -> RowId | None:
+        """The id in the column of the ids; None: there is none."""
+        if self.id_column is None or isinstance(data, InputError):
+            return None
+        value = data.get(self.id_column)
+        is_id = isinstance(value, int | str) and not isinstance(value, bool) and value != ""
+        return value if is_id else None
 
     def _check_ids(self, digests: Collection[int]) -> None:
         """Raise InputError for two rows of the same id, of which the digest is given."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
@@ -67,6 +68,18 @@ def test_options_override_the_file(run, job_file, tmp_path) -> None:
     refused = run(job_file, *options[:-3], 4, *options[-2:])
     assert refused.exit_code == 2
     assert "same job (`job` differ" in refused.stderr
+
+
+def test_shards_in_parquet(run, job_file, tmp_path) -> None:
+    sink = tmp_path / "tables"
+    assert run(job_file).exit_code == 0
+    assert run(job_file, "--sink", sink, "--sink-format", "parquet").exit_code == 0
+    tables = [pq.read_table(path).to_pylist() for path in sorted(sink.glob("shard-?????.parquet"))]
+    found = [(one["row"], one["completions"][0]["text"]) for table in tables for one in table]
+    lines = results(tmp_path / "sink")
+    assert found == [(line["row"], line["completions"][0]["text"]) for line in lines]
+    assert len(tables) == 3
+    assert run(job_file, "--sink-format", "text").exit_code == 2
 
 
 def test_failed_rows_give_exit_code_1_with_counts(run, job_file) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -121,7 +122,7 @@ def test_values_are_those_of_json(tmp_path: Path, name: str) -> None:
     values: dict[str, tuple[Any, Any, Any]] = {
         "int": (pa.uint8(), 7, 7),
         "big": (pa.uint64(), 2**64 - 1, 2**64 - 1),
-        "half": (pa.float16(), 1.5, 1.5),
+        "half": (pa.float16(), np.float16(1.5), 1.5),
         "float": (pa.float32(), 0.25, 0.25),
         "flag": (pa.bool_(), True, True),
         "text": (pa.large_string(), "é", "é"),
