@@ -19,7 +19,7 @@ from descant.jobs.job_summary import write_summary
 from descant.jobs.job_worker import JobWorker, RowOutcome
 from descant.jobs.local_worker import run_coroutine
 from descant.jobs.results import JobEstimate, JobProgress, JobResult
-from descant.jobs.shard_folder import JobManifest
+from descant.jobs.shard_folder import JobManifest, ShardCheck
 from descant.jobs.shard_group import GroupReport, add_counts, group_shards
 from descant.jobs.source import SourceRow
 from descant.jobs.workers import JobWorkers, RowCounts, WorkerCallbacks
@@ -112,7 +112,8 @@ class JobRun:
                 groups = group_shards(status.missing, manifest, summary.positions, max_rows, workers.count())
                 callbacks = WorkerCallbacks(progress.add, progress.retry, progress.finish)
                 workers.run(groups, folder, callbacks)
-                status = folder.check_shards()
+                checked = folder.check_shards(status.missing)
+                status = ShardCheck(checked.missing, status.failed_rows + checked.failed_rows)
             shutil.rmtree(folder.path / FOLDER, ignore_errors=True)
             if status.missing:
                 raise InputError("source", "must not change during a run", "fewer rows than before")

@@ -118,7 +118,7 @@ def test_parquet_keeps_any_value_of_a_column_as_text(tmp_path: Path) -> None:
     assert found.check_shards().missing == []
     for wrong in ({**rows[0], "y": 1}, {**rows[0], "completions": [{**scored, "z": 1}]}):
         with pytest.raises(ValueError, match=r"has no column for [yz]"):
-            found.write(0, [wrong], [])
+            ShardFolder(str(tmp_path / "other"), manifest, ("id", "x")).write(0, [wrong], [])
 
 
 def test_parquet_needs_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from descant import InputError
+from descant.api.json_lines import format_line
 from descant.core import atomic_file
 from descant.jobs import text_dedup
 from descant.jobs.shard_formats import JsonLinesShards
@@ -32,7 +33,7 @@ def shards_of(folder: Path, texts: list[str], size: int = 5) -> list[Path]:
     for start in range(0, len(texts), size):
         path = folder / f"shard-{start // size:05}.jsonl"
         lines = [
-            json.dumps({"row": row, "completions": [{"text": text}, {"text": "other"}]}) + "\n"
+            format_line({"row": row, "completions": [{"text": text}, {"text": "other"}]})
             for row, text in enumerate(texts[start : start + size], start)
         ]
         path.write_text("".join(lines), encoding="utf-8")
@@ -124,7 +125,7 @@ def test_a_complete_folder_is_not_written_again(tmp_path, monkeypatch) -> None:
     shards, folder = shards_of(tmp_path, TEXTS), tmp_path / "unique"
     counts = write_unique_shards(shards, folder, "exact", "job")
     with monkeypatch.context() as patch:
-        patch.setattr(text_dedup, "write_pending", None)
+        patch.setattr(text_dedup, "write_bytes", None)
         assert write_unique_shards(shards, folder, "exact", "job") == counts
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     (folder / shards[1].name).unlink()
