@@ -38,13 +38,11 @@ class RayNode:
         else:
             command += [f"--address={head}"]
         self.address = head
-        self.process = subprocess.Popen(
-            command,
-            env=dict(env),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self.log = Path(self._files) / "node.log"
+        with open(self.log, "wb") as log:
+            self.process = subprocess.Popen(
+                command, env=dict(env), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def __enter__(self) -> Self:
         host, _, port = self.address.partition(":")
@@ -53,8 +51,9 @@ class RayNode:
             with contextlib.suppress(OSError), socket.create_connection((host, int(port)), 1):
                 return self
             time.sleep(0.2)
+        text = self.log.read_text()[-2000:]
         self.__exit__()
-        raise RuntimeError("the node has not started")
+        raise RuntimeError(f"the node has not started: {text}")
 
     def kill(self) -> None:
         """End the node at once, with all its processes."""

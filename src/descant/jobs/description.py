@@ -71,6 +71,7 @@ class JobDescription:
     window: int = 1024  # rows that are sorted by length before they start
     max_in_flight: int = 256  # requests in an engine at once
     engine: str = "descant"  # "vllm", or "auto": vLLM for all that it can run
+    engine_options: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's EngineArgs
     workers: int = 1  # processes, or actors on Ray, that each load the model
     cpus_per_worker: int | None = None  # threads of each; None: all of a machine together, on Ray 1
     select: SelectionConfig | None = None  # which completions of a row are written; None: all
@@ -145,6 +146,11 @@ class JobDescription:
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise InputError(name, f"must be one of {', '.join(filter(None, choices))}", value)
+        options: Any = self.engine_options
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise InputError("engine_options", "must be a table of options", options)
+        if options and self.engine == "descant":
+            raise InputError("engine_options", "must be empty without vLLM", options, 'set engine = "vllm"')
         select: Any = self.select
         if select is not None and not isinstance(select, SelectionConfig):
             raise InputError("select", "must be a SelectionConfig or a table of its fields", select)

@@ -29,7 +29,8 @@ def encode_job(job: JobDescription) -> dict[str, Any]:
     values = {one.name: getattr(job, one.name) for one in dataclasses.fields(JobDescription)}
     select = None if job.select is None else dataclasses.asdict(job.select)
     config = json.loads(job.generation_config.to_json_string())
-    return {**values, "generation_config": config, "select": select}
+    options = dict(job.engine_options)
+    return {**values, "generation_config": config, "select": select, "engine_options": options}
 
 
 def decode_job(values: Mapping[str, Any]) -> JobDescription:

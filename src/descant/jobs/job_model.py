@@ -56,7 +56,7 @@ class JobModel:
         """An engine and the model's config that it applies, on a machine that runs this many workers."""
         job = self.job
         if job.engine == "vllm":
-            vllm = VLLM(job.model, dtype=job.dtype)
+            vllm = VLLM(job.model, **{"dtype": job.dtype, **job.engine_options})
             return AsyncEngine(vllm), vllm.generation_config
         free = free_bytes(self.device)
         share = None if free is None or workers == 1 else free // (2 * workers)
@@ -64,7 +64,8 @@ class JobModel:
         if job.engine == "descant":
             prefixes = PrefixCache(max_bytes=budget or 2**30)
             return AsyncEngine(self.model, scheduler=scheduler, prefix_cache=prefixes), self.generation_config
-        engine = FallbackEngine(VLLM(job.model, dtype=job.dtype), Session(self.model, scheduler=scheduler))
+        fast = VLLM(job.model, **{"dtype": job.dtype, **job.engine_options})
+        engine = FallbackEngine(fast, Session(self.model, scheduler=scheduler))
         return AsyncEngine(engine), self.generation_config
 
     def fitting_workers(self) -> int:
@@ -89,7 +90,7 @@ class JobModel:
             vocabulary=hashlib.blake2b(vocabulary, digest_size=16).hexdigest(),
             dtype=str(self.model.dtype) if is_loaded else job.dtype,
             device=self.device.type,
-            engine=job.engine,
+            engine=json.dumps([job.engine, dict(job.engine_options)], sort_keys=True, default=repr),
             config=job.generation_config,
             prompt=json.dumps([job.template, job.chat]),
             columns=json.dumps([job.override_columns, job.id_column, job.keep_columns]),

@@ -9,8 +9,11 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from descant import InputError
 from descant.jobs import Job, JobProgress
@@ -22,6 +25,11 @@ from tools.job_battery.ray_node import RayNode
 def lose_a_node(job: Job, head: RayNode) -> dict[str, Any]:
     """Run with an actor on each of two nodes, and end one node when some rows are done."""
     other = RayNode(1, ray_environment(), head.address)
+    end = time.monotonic() + 240
+    while sum(node["Alive"] for node in ray.nodes()) < 2:
+        if time.monotonic() > end or other.process.poll() is not None:
+            raise RuntimeError(f"the second node has not started: {other.log.read_text()[-2000:]}")
+        time.sleep(0.2)
     lost_at: list[int] = []
 
     def watch(progress: JobProgress) -> None:
@@ -38,6 +46,7 @@ def main() -> None:
     job = Job(**job_values(json.loads(sys.argv[1])))
     os.environ.update(ray_environment())
     with RayNode(1, ray_environment()) as head:
+        ray.init(address=head.address, log_to_driver=False)
         found = lose_a_node(dataclasses.replace(job, sink=sys.argv[2], workers=2), head)
         again = dataclasses.replace(job, sink=sys.argv[2], workers=1)
         first = sorted(Path(sys.argv[2]).glob("shard-?????.jsonl"))[1]

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 from descant.cli.application import build_app
 from descant.cli.job_progress import JobProgressDisplay, format_seconds
 from descant.jobs import JobProgress
+from descant.jobs.job_model import JobModel
+from descant.jobs.local_worker import LocalWorker
 from tools.battery.subject import model_folder
 
 
@@ -32,6 +34,12 @@ def job_file(tmp_path: Path) -> Path:
     path = tmp_path / "job.toml"
     path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in lines.items()))
     return path
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs without a worker process, which takes seconds to start."""
+    monkeypatch.setattr("descant.jobs.job.WorkerPool", lambda job, _: LocalWorker(JobModel.load(job)))
 
 
 @pytest.fixture
@@ -59,6 +67,7 @@ def test_a_dry_run_writes_nothing_and_a_run_resumes(run, job_file) -> None:
     assert [line["row"] for line in results(job_file.parent / "sink")] == list(range(5))
 
 
+@pytest.mark.usefixtures("in_process")
 def test_options_override_the_file(run, job_file, tmp_path) -> None:
     sink = tmp_path / "other"
     options = ("--sink", sink, "--max-new-tokens", 2, "--do-sample", "--seed", 3, "--shard-rows", 5)
@@ -70,6 +79,7 @@ def test_options_override_the_file(run, job_file, tmp_path) -> None:
     assert "same job (`job` differ" in refused.stderr
 
 
+@pytest.mark.usefixtures("in_process")
 def test_shards_in_parquet(run, job_file, tmp_path) -> None:
     sink = tmp_path / "tables"
     assert run(job_file).exit_code == 0
@@ -82,6 +92,7 @@ def test_shards_in_parquet(run, job_file, tmp_path) -> None:
     assert run(job_file, "--sink-format", "text").exit_code == 2
 
 
+@pytest.mark.usefixtures("in_process")
 def test_failed_rows_give_exit_code_1_with_counts(run, job_file) -> None:
     with (job_file.parent / "rows.jsonl").open("a") as file:
         file.write("torn\n")
@@ -97,6 +108,7 @@ def test_a_wrong_description_is_a_usage_error(run, job_file) -> None:
     assert "did you mean `template`?" in done.stderr
 
 
+@pytest.mark.usefixtures("in_process")
 def test_half_precision_is_warned_about(run, job_file) -> None:
     done = run(job_file, "--dtype", "bfloat16")
     assert done.exit_code == 0
