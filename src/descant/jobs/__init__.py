@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from descant.jobs.job import Job
 from descant.jobs.results import JobEstimate, JobProgress, JobResult
+from descant.jobs.selection import SelectionConfig
 
-__all__ = ["Job", "JobEstimate", "JobProgress", "JobResult"]
+__all__ = ["Job", "JobEstimate", "JobProgress", "JobResult", "SelectionConfig"]
