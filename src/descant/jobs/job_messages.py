@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,9 +26,13 @@ __all__ = [
 
 
 def encode_job(job: JobDescription) -> dict[str, Any]:
-    """A job in JSON types."""
+    """A job in JSON types, with absolute paths: a worker may run in another folder."""
     values = {one.name: getattr(job, one.name) for one in dataclasses.fields(JobDescription)}
-    select = None if job.select is None else dataclasses.asdict(job.select)
+    values["source"] = [os.path.abspath(path) for path in job.source_files]
+    values["sink"] = os.path.abspath(job.sink)
+    if os.path.isdir(job.model):  # else it is a name on the Hub
+        values["model"] = os.path.abspath(job.model)
+    select = None if job.select is None else dataclasses.asdict(job.select.with_absolute_path())
     config = json.loads(job.generation_config.to_json_string())
     options = dict(job.engine_options)
     return {**values, "generation_config": config, "select": select, "engine_options": options}

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,11 +99,18 @@ class SelectionConfig:
             must, advice = f"must be at least {least} with `select`", "raise it, and set do_sample"
             raise ConfigError("num_return_sequences", must, count, advice)
 
+    def with_absolute_path(self) -> Self:
+        """The same config for a process in another folder."""
+        if self.scorer is None or ".py:" not in self.scorer:
+            return self
+        return dataclasses.replace(self, scorer=os.path.abspath(self.scorer))
+
     def digest_parts(self) -> str:
         """Everything that decides a selection, with the source of a function, as JSON."""
         parts = dataclasses.asdict(self)
-        if self.scorer is not None and self.scorer not in BUILT_IN_SCORERS:
+        if self.scorer is not None and self.needs_row:
             parts["source"] = scorer_digest(self.scorer)
+            parts["scorer"] = os.path.basename(self.scorer)  # in another folder it is the same
         return json.dumps(parts, sort_keys=True)
 
     def _check_scorer(self) -> None:

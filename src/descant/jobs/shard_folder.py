@@ -20,6 +20,7 @@ __all__ = ["SINK_FORMATS", "JobManifest", "ShardCheck", "ShardFolder"]
 MANIFEST: Final = "manifest.json"
 SINK_FORMATS: Final = ("jsonl", "parquet")
 _FORMAT: Final = 1
+_MIN_DIGITS: Final = 5
 _ADVICE: Final = "give another folder, or remove this one to start anew"
 
 
@@ -43,6 +44,10 @@ class JobManifest:
     def rows_of(self, shard: int) -> range:
         """The indices of a shard's rows."""
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.rows))
+
+    def name_of(self, shard: int) -> str:
+        """The start of the names of a shard's files; the order of the names is that of the shards."""
+        return f"shard-{shard:0{max(_MIN_DIGITS, len(str(self.shards - 1)))}}"
 
 
 class ShardCheck(NamedTuple):
@@ -160,11 +165,11 @@ class ShardFolder:
 
     def results_file(self, shard: int) -> Path:
         """The file of a shard's results."""
-        return self.path / f"shard-{shard:05}{self.results_format.suffix}"
+        return self.path / f"{self.manifest.name_of(shard)}{self.results_format.suffix}"
 
     def errors_file(self, shard: int) -> Path:
         """The file of a shard's rows without a result."""
-        return self.path / f"shard-{shard:05}.errors.jsonl"
+        return self.path / f"{self.manifest.name_of(shard)}.errors.jsonl"
 
 
 def _count(shards: ShardFormat, path: Path, absent: int | None) -> int | None:

@@ -320,3 +320,9 @@ def test_a_full_disk_leaves_no_manifest_in_part(tmp_path: Path, sink_format: str
             pass
 
     assert check_full_disk(lambda path: open_shards(path, sink_format), write, tmp_path, lasts) >= 4
+
+
+def test_the_order_of_the_names_is_that_of_the_shards() -> None:
+    few, many = (JobManifest("1", "a", "b", rows, 1) for rows in (100_000, 1_000_001))
+    assert (few.name_of(7), few.name_of(99_999)) == ("shard-00007", "shard-99999")
+    assert (many.name_of(7), many.name_of(1_000_000)) == ("shard-0000007", "shard-1000000")
