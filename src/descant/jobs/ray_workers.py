@@ -72,6 +72,7 @@ class RayWorkers:
             raise MissingExtra("ray", "a job on Ray") from None
         self._ray: Any = ray
         self._job, self._run = job, run
+        self._is_stopped = threading.Event()
         self._is_own = not ray.is_initialized()
         if self._is_own:
             self._connect(address)
@@ -100,18 +101,21 @@ class RayWorkers:
             target=self._consume, args=(groups, folder, reports), name="descant-ray", daemon=True
         )
         thread.start()
-        while True:
-            try:
-                report = reports.get(timeout=10.0)
-            except queue.Empty:
-                self._check_started(folder, began)
-                continue
-            if isinstance(report, BaseException):
-                raise report
-            if report is None:
-                return
-            callbacks.on_rows(report.group, RowCounts(report.rows, report.failed, report.tokens))
-            callbacks.on_report(report)
+        try:
+            while True:
+                try:
+                    report = reports.get(timeout=10.0)
+                except queue.Empty:
+                    self._check_started(folder, began)
+                    continue
+                if isinstance(report, BaseException):
+                    raise report
+                if report is None:
+                    return
+                callbacks.on_rows(report.group, RowCounts(report.rows, report.failed, report.tokens))
+                callbacks.on_report(report)
+        finally:
+            self._is_stopped.set()
 
     def close(self) -> None:
         """Leave the cluster, and end one that was started here."""
@@ -181,6 +185,8 @@ class RayWorkers:
                     **self._resources(),
                 )
                 for batch in dataset.iter_batches(batch_size=1, prefetch_batches=0):
+                    if self._is_stopped.is_set():
+                        break  # which ends the dataset; the cluster may be used on
                     reports.put(GroupReport(*json.loads(str(batch["report"][0]))))
             reports.put(None)
         except BaseException as error:
