@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from bench.server import Load, http_side, ids_body, plain_words, process_seconds, text_body
+from bench.process_time import process_seconds
+from bench.server import Load, http_side, ids_body, plain_words, text_body
 from tests.support import pretrained
 
 

@@ -1,0 +1,35 @@
+"""`python -m bench.jobs`: what a job costs beside its engine, by row and by the number of rows.
+
+`cost` compares the CPU time of a job with that of the same requests in an engine. `parts` has what a job adds
+to a row, part by part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of the workers too; before torch is imported, which reads it then
+
+from bench import job_cost
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    cost = commands.add_parser("cost", help="a job over its engine")
+    job_cost.add_cost_options(cost)
+    cost.set_defaults(run=job_cost.run_cost)
+    parts = commands.add_parser("parts", help="what a job adds to a row")
+    job_cost.add_cost_options(parts)
+    parts.set_defaults(run=job_cost.run_parts)
+    args = parser.parse_args(argv)
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
