@@ -8,9 +8,9 @@ import dataclasses
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from bench.job_sides import (
     rows_of_words,
     write_rows,
 )
+from bench.process_time import process_seconds
 from descant.jobs import Job
 from descant.models.loading import load
 
@@ -33,6 +34,7 @@ __all__ = ["add_cost_options", "measure_sides", "print_ratios", "run_cost"]
 Side = Callable[[Job], SideResult]
 _BARS = {"job": 1.03, "job, one process": 1.03, "job on Ray": 1.05}
 _BASE = "engine"
+_IDLE_SECONDS = 20.0
 
 
 def add_cost_options(parser: argparse.ArgumentParser) -> None:
@@ -130,11 +132,14 @@ def _ray_cluster() -> Iterator[Side]:
     environment = ray_environment({"PYTHONPATH": f"{root / 'src'}:{root}"})
     with RayNode(1, environment) as node:
         yield lambda job: ray_side(job, node.address, node.process.pid)
+        before = process_seconds(node.process.pid)
+        time.sleep(_IDLE_SECONDS)
+        idle = (process_seconds(node.process.pid) - before) / _IDLE_SECONDS
+        print(f"the cluster without a job: {idle:.3f} CPU seconds a second")
 
 
 def run_parts(args: argparse.Namespace) -> None:
     """Print what a job adds to a row."""
-    model: Any
     model, tokenizer = load(args.model, "float32")
     with tempfile.TemporaryDirectory() as folder:
         source = write_rows(Path(folder), rows_of_words(args.rows))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-from bench.process_time import process_seconds, thread_seconds
+from bench.process_time import ProcessWatch, process_seconds, thread_seconds
 from descant.config.generation_config import GenerationConfig
 from descant.engine.async_engine import AsyncEngine
 from descant.engine.events import Finished
@@ -47,7 +47,8 @@ __all__ = [
 ]
 
 _WORDS = (
-    "river stone lamp garden window ship letter winter harbour music bread friend paper hill evening".split()
+    *("river", "stone", "lamp", "garden", "window", "ship", "letter", "winter"),
+    *("harbour", "music", "bread", "friend", "paper", "hill", "evening"),
 )
 _TEMPLATE = "Tell a story of {text}:"
 
@@ -217,23 +218,23 @@ def ray_side(job: Job, address: str, node: int) -> SideResult:
     from descant.jobs.ray_workers import RayWorkers  # an extra
 
     def clock() -> float:
-        return time.process_time() + process_seconds(node)
+        return time.process_time() - watch.own_seconds() + watch.seconds()
 
-    marks: list[tuple[float, float]] = []
+    engine: list[float] = []
 
     def on_progress(progress: JobProgress) -> None:
         if progress.finished == progress.rows:  # the actor ends right after it
-            marks.append((process_seconds(node), workers.engine_seconds()))
+            engine.append(workers.engine_seconds())
 
-    began = clock()
-    inner = RayWorkers(job, uuid4().hex, address)
-    workers = StartTimer(inner, clock, node, is_late=True)
-    workers.seconds = clock() - began
-    with contextlib.closing(workers):
-        result = _run(job, workers, on_progress)
-        node_seconds, engine = marks[-1]
-        seconds = time.process_time() + node_seconds - began - workers.seconds
-    return SideResult(seconds, workers.seconds, seconds - engine, result.tokens, job.sink)
+    with ProcessWatch(node) as watch:
+        began = clock()
+        inner = RayWorkers(job, uuid4().hex, address)
+        workers = StartTimer(inner, clock, node, is_late=True)
+        workers.seconds = clock() - began
+        with contextlib.closing(workers):
+            result = _run(job, workers, on_progress)
+            seconds = clock() - began - workers.seconds
+    return SideResult(seconds, workers.seconds, seconds - engine[-1], result.tokens, job.sink)
 
 
 def _run(

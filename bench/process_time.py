@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
-__all__ = ["process_seconds", "thread_seconds"]
+__all__ = ["ProcessWatch", "process_seconds", "thread_seconds"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -29,6 +32,46 @@ def thread_seconds(pid: int, *, descendants: bool = False) -> dict[str, float]:
             if fields:
                 found[task.name] = (int(fields[11]) + int(fields[12])) / _TICKS
     return found
+
+
+class ProcessWatch:
+    """The CPU time of a process and its descendants, those included that end and that nobody waits for.
+
+    A thread looks at them from time to time: what a process does between the last look and its end is lost.
+    """
+
+    def __init__(self, pid: int, pause: float = 0.5) -> None:
+        self._pid, self._pause = pid, pause
+        self._found: dict[tuple[int, str], float] = {}  # by process and the time when it began
+        self._own = 0.0
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="process-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def seconds(self) -> float:
+        """The CPU seconds so far."""
+        with self._lock:
+            for one in _family(self._pid):
+                fields = _fields(Path(f"/proc/{one}/stat"))
+                if fields:
+                    self._found[one, fields[19]] = (int(fields[11]) + int(fields[12])) / _TICKS
+            return sum(self._found.values())
+
+    def own_seconds(self) -> float:
+        """The CPU seconds of the watch itself, which are those of this process."""
+        return self._own
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._pause):
+            self.seconds()
+            self._own = time.thread_time()
 
 
 def _family(pid: int) -> Iterator[int]:
