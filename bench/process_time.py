@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
-__all__ = ["ProcessWatch", "process_seconds", "thread_seconds"]
+__all__ = ["ProcessWatch", "process_family", "process_seconds", "thread_seconds"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -17,7 +17,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def process_seconds(pid: int) -> float:
     """The CPU seconds of a process and its descendants, with those that have ended and were waited for."""
     total = 0.0
-    for one in _family(pid):
+    for one in process_family(pid):
         fields = _fields(Path(f"/proc/{one}/stat"))
         total += sum(map(int, fields[11:15])) / _TICKS if fields else 0.0
     return total
@@ -26,7 +26,7 @@ def process_seconds(pid: int) -> float:
 def thread_seconds(pid: int, *, descendants: bool = False) -> dict[str, float]:
     """The CPU seconds of each thread of a process that runs, and of its descendants if asked for."""
     found = {}
-    for one in _family(pid) if descendants else [pid]:
+    for one in process_family(pid) if descendants else [pid]:
         for task in _tasks(one):
             fields = _fields(task / "stat")
             if fields:
@@ -58,7 +58,7 @@ class ProcessWatch:
     def seconds(self) -> float:
         """The CPU seconds so far."""
         with self._lock:
-            for one in _family(self._pid):
+            for one in process_family(self._pid):
                 fields = _fields(Path(f"/proc/{one}/stat"))
                 if fields:
                     self._found[one, fields[19]] = (int(fields[11]) + int(fields[12])) / _TICKS
@@ -74,7 +74,7 @@ class ProcessWatch:
             self._own = time.thread_time()
 
 
-def _family(pid: int) -> Iterator[int]:
+def process_family(pid: int) -> Iterator[int]:
     """A process and its descendants."""
     pids = [pid]
     while pids:
