@@ -47,6 +47,8 @@ __all__ = ["add_rows_options", "run_rows"]
 _MEGABYTE = 2**20
 _BAR = 1.0  # MB for 100,000 rows
 _CHECKED_SHARDS = 200_000
+_SINK_FILES = 10_000
+_WRITES = 20
 
 
 def add_rows_options(parser: argparse.ArgumentParser) -> None:
@@ -160,8 +162,7 @@ def run_rows(args: argparse.Namespace) -> None:
         if slope is not None:
             print(f"memory: {slope:+.3f} MB for 100,000 rows, bar {_BAR}")
         _print_resume(job, workers, args.rows)
-        _print_ids(job.source_files[0], args.rows)
-        _print_larger(job, micros)
+        _print_larger(job, micros, _id_bytes(job.source_files[0], args.rows))
 
 
 def _job(args: argparse.Namespace, folder: Path) -> Job:
@@ -184,11 +185,15 @@ def _write_source(path: Path, rows: int) -> None:
 
 
 def _print_resume(job: Job, workers: LoggedWorker, rows: int) -> None:
-    """The time of a run that finds all shards, and what a missing shard costs before it starts."""
+    """The time of a run that finds all shards."""
     began = time.process_time()
     if JobRun(job).run(workers).computed_rows:
         sys.exit("a run must find all shards that an earlier run has written")
     print(f"a run that finds everything there: {1e6 * (time.process_time() - began) / rows:.2f} us a row")
+
+
+def _shard_bytes() -> float:
+    """What a missing shard takes of the memory of the process that starts the job."""
     manifest = JobManifest("0", "", "", _CHECKED_SHARDS, 1)
     with tempfile.TemporaryDirectory() as empty, Peak() as peak:
         began = time.process_time()
@@ -198,32 +203,53 @@ def _print_resume(job: Job, workers: LoggedWorker, rows: int) -> None:
             positions.append(RowPosition(0, shard))
         for _ in group_shards(missing, manifest, positions, 1, 1):
             pass
-        seconds = time.process_time() - began
-    if peak.bytes is not None:
-        print(
-            f"a missing shard: {1e6 * seconds / _CHECKED_SHARDS:.1f} us, and "
-            f"{peak.bytes / _CHECKED_SHARDS:.0f} bytes in the process that starts the job"
-        )
+        micros = 1e6 * (time.process_time() - began) / _CHECKED_SHARDS
+    size = (peak.bytes or 0) / _CHECKED_SHARDS
+    print(f"a missing shard: {micros:.1f} us, and {size:.0f} bytes in the process that starts the job")
+    return size
 
 
-def _print_ids(path: str, rows: int) -> None:
-    """The peak memory of a scan that compares ids."""
+def _write_micros() -> float:
+    """The time that each file in the sink adds to the writing of a shard."""
+    times = []
+    for files in (0, _SINK_FILES):
+        with tempfile.TemporaryDirectory() as name:
+            sink = ShardFolder(name, JobManifest("0", "", "", _WRITES, 1))
+            for number in range(files):
+                sink.results_file(_WRITES + number).touch()
+            began = time.process_time()
+            for shard in range(_WRITES):
+                sink.write(shard, [{"row": shard}], [])
+            times.append(1e6 * (time.process_time() - began) / _WRITES)
+    print(f"a shard write: {times[0]:.0f} us, and beside {_SINK_FILES:,} files {times[1]:.0f} us")
+    return max(0.0, times[1] - times[0]) / _SINK_FILES
+
+
+def _id_bytes(path: str, rows: int) -> float:
+    """The peak memory of a scan that compares ids, for each row."""
     with Peak() as peak:
         began = time.process_time()
         JobSource([path], "key").scan(1000)
-        seconds = time.process_time() - began
-    if peak.bytes is not None:
-        print(f"ids: {1e6 * seconds / rows:.2f} us and {peak.bytes / rows:.1f} bytes a row to compare them")
+        micros = 1e6 * (time.process_time() - began) / rows
+    size = (peak.bytes or 0) / rows
+    print(f"a scan that compares ids: {micros:.2f} us and {size:.1f} bytes a row")
+    return size
 
 
-def _print_larger(job: Job, micros: float) -> None:
+def _print_larger(job: Job, row_micros: float, id_bytes: float) -> None:
     """What follows for larger jobs of this kind, with one worker."""
-    print(f"by these figures, for shards of {job.shard_rows:,} rows and an engine that takes no time:")
-    for rows in (10**7, 10**10):
-        shards = -(-rows // job.shard_rows)
-        positions = 8 * shards / _MEGABYTE
-        hours = micros * rows / 1e6 / 3600
-        print(f"  {rows:.0e} rows: {hours:,.1f} CPU hours, {shards:,} files, positions {positions:,.1f} MB")
+    shard_bytes, write_micros = _shard_bytes(), _write_micros()
+    print("by these figures, without the engine's time:")
+    for rows, shard_rows in ((10**7, job.shard_rows), (10**10, job.shard_rows), (10**10, 100_000)):
+        shards = -(-rows // shard_rows)
+        hours = row_micros * rows / 3.6e9
+        listing = write_micros * shards**2 / 2 / 3.6e9
+        print(
+            f"  {rows:.0e} rows in shards of {shard_rows:,}: {hours:,.1f} CPU hours for the rows, "
+            f"{listing:,.1f} to list the folder at each write, {shards:,} files, "
+            f"positions {8 * shards / _MEGABYTE:,.1f} MB, in all {shard_bytes * shards / _MEGABYTE:,.0f} MB "
+            f"in the process that starts the job; ids {id_bytes * rows / 2**30:,.1f} GB"
+        )
 
 
 async def _call(function: Callable[..., Any], *args: Any) -> Any:
