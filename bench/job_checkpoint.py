@@ -3,7 +3,7 @@
 Ray Data keeps the id of each row that is done, and reads all of them before it starts. A job looks at the
 shards that are there. Each figure is the peak memory of all processes of one resume in a new process, above
 that of a resume of a few rows. Memory that processes share counts once. The figures of Ray Data have the
-noise of its processes, some tens of MB.
+noise of its processes, some tens of MB. With ids, a job keeps digests of 8 bytes, to find equal ones.
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.process_time import process_family
+from descant.jobs.shard_folder import JobManifest, ShardFolder
+from descant.jobs.shard_formats import JsonLinesShards
+from descant.jobs.source import JobSource
+from tools.job_battery.ray_environment import ray_environment
 
 __all__ = ["add_checkpoint_options", "run_checkpoint"]
 
@@ -48,14 +52,14 @@ def run_checkpoint(args: argparse.Namespace) -> None:
 def _peak_bytes(side: str, rows: int) -> int:
     """The peak memory of a resume in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
+        prepare = _prepare_ray if side == "ray" else _prepare_job
+        prepare(rows, Path(folder))
         command = [sys.executable, "-m", "bench.job_checkpoint", side, str(rows), folder]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=_environment()).stdout
     return int(json.loads(output.splitlines()[-1])["bytes"])
 
 
 def _environment() -> dict[str, str]:
-    from tools.job_battery.ray_environment import ray_environment
-
     return ray_environment({"PYTHONPATH": os.pathsep.join(one or os.getcwd() for one in sys.path)})
 
 
@@ -84,34 +88,42 @@ class _PeakMemory:
 
 
 def _proportional_bytes(pid: int) -> int:
-    """The memory of a process, its share of what it has in common with others included."""
+    """The memory of a process, its share of what it has in common with others included.
+
+    Files that are mapped, such as libraries, do not count: their share depends on what else is running.
+    """
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
         return 0  # it has ended
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def _ids(rows: int) -> list[str]:
     return [f"row-{row:012}" for row in range(rows)]
 
 
-def _resume_ray(rows: int, folder: Path) -> int:
-    """A dataset of a few rows, with a checkpoint of many others."""
+def _prepare_ray(rows: int, folder: Path) -> None:
+    """A dataset of a few rows, and a checkpoint of many others."""
     import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (folder / "checkpoint").mkdir()
+    pq.write_table(pa.table({"id": _ids(rows)}), folder / "checkpoint" / "done.parquet")
+    pq.write_table(pa.table({"id": [f"new-{row}" for row in range(_NEW_ROWS)]}), folder / "source.parquet")
+
+
+def _resume_ray(_: int, folder: Path) -> int:
     import pyarrow.parquet as pq
     import ray
     import ray.data
     from ray.data.checkpoint import CheckpointConfig
 
-    checkpoint = folder / "checkpoint"
-    checkpoint.mkdir()
-    pq.write_table(pa.table({"id": _ids(rows)}), checkpoint / "done.parquet")
-    pq.write_table(pa.table({"id": [f"new-{row}" for row in range(_NEW_ROWS)]}), folder / "source.parquet")
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
-    context.checkpoint_config = CheckpointConfig("id", str(checkpoint), delete_checkpoint_on_success=False)
+    path = str(folder / "checkpoint")
+    context.checkpoint_config = CheckpointConfig("id", path, delete_checkpoint_on_success=False)
     peak = _PeakMemory()
     with peak.watch():
         data = ray.data.read_parquet(str(folder / "source.parquet")).map_batches(lambda batch: batch)
@@ -122,25 +134,26 @@ def _resume_ray(rows: int, folder: Path) -> int:
     return peak.bytes
 
 
-def _resume_job(rows: int, folder: Path, id_column: str | None) -> int:
-    """A job with all shards there but one."""
-    from descant.jobs.shard_folder import JobManifest, ShardFolder
-    from descant.jobs.shard_formats import JsonLinesShards
-    from descant.jobs.source import JobSource
+def _sink(rows: int, folder: Path) -> ShardFolder:
+    return ShardFolder(str(folder), JobManifest("0", "", "", rows + _NEW_ROWS, _SHARD_ROWS))
 
+
+def _prepare_job(rows: int, folder: Path) -> None:
+    """A source, and all shards but one."""
     ids = _ids(rows + _NEW_ROWS)
     with (folder / "rows.jsonl").open("w") as file:
         file.writelines(json.dumps({"id": one}) + "\n" for one in ids)
-    manifest = JobManifest("0", "", "", len(ids), _SHARD_ROWS)
-    sink = ShardFolder(str(folder), manifest)
+    sink = _sink(rows, folder)
     for shard in range(rows // _SHARD_ROWS):
-        records = [{"row": row, "id": ids[row]} for row in manifest.rows_of(shard)]
+        records = [{"row": row, "id": ids[row]} for row in sink.manifest.rows_of(shard)]
         sink.results_file(shard).write_bytes(JsonLinesShards().encode(records))
-    del ids, records
+
+
+def _resume_job(rows: int, folder: Path, id_column: str | None) -> int:
     peak = _PeakMemory()
     with peak.watch():
         summary = JobSource([str(folder / "rows.jsonl")], id_column).scan(_SHARD_ROWS)
-        missing = sink.check_shards().missing
+        missing = _sink(rows, folder).check_shards().missing
     if (summary.rows, len(missing)) != (rows + _NEW_ROWS, _NEW_ROWS // _SHARD_ROWS):
         raise RuntimeError(f"one shard must be missing, got {missing}")
     return peak.bytes
