@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Peak"]
+__all__ = ["Peak", "resident_bytes"]
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -35,6 +35,11 @@ class Peak:
     ) -> None:
         if self._before is not None:
             self.bytes = max(0, _status("VmHWM") - self._before)
+
+
+def resident_bytes() -> int:
+    """The resident size of this process."""
+    return _status("VmRSS")
 
 
 def _trim() -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import statistics
@@ -35,6 +34,7 @@ import torch
 
 import descant
 from bench.other_servers import OtherServer, transformers_server, vllm_server
+from bench.process_time import process_seconds, thread_seconds
 from descant.models.kv_shape import kv_shape_of
 from descant.models.loading import load
 from descant.serve.assembly import EngineOptions, start_engine
@@ -46,7 +46,6 @@ __all__ = ["main"]
 _ROOT = Path(__file__).resolve().parents[1]
 _PROMPT_TOKENS = 32
 _KV_BYTES = 2**30
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Load(NamedTuple):
@@ -81,30 +80,6 @@ def plain_words(tokenizer: Any) -> list[int]:
     if not words or tokenizer(tokenizer.decode(words))["input_ids"] != words:
         sys.exit("the tokens of this model's words cannot be read from their text: name another model")
     return words
-
-
-def process_seconds(pid: int) -> float:
-    """The CPU seconds of a process and its descendants."""
-    total, pids = 0.0, [pid]
-    while pids:
-        one = pids.pop()
-        try:
-            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
-            for task in Path(f"/proc/{one}/task").iterdir():
-                pids += map(int, (task / "children").read_text().split())
-        except OSError:
-            continue
-        total += (int(fields[11]) + int(fields[12])) / _TICKS
-    return total
-
-
-def thread_seconds(pid: int) -> dict[str, float]:
-    """The CPU seconds of each thread of a process."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
-        found[task.name] = (int(fields[11]) + int(fields[12])) / _TICKS
-    return found
 
 
 def other_threads_share(before: dict[str, float], after: dict[str, float]) -> float:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -140,8 +139,7 @@ class JobRun:
         num_missing = sum(len(manifest.rows_of(shard)) for shard in missing)
         count = min(num_missing, _MEASURED_ROWS, self.job.max_in_flight)
         # Spread over the missing rows: a source may be sorted by length.
-        rows = list(itertools.chain.from_iterable(manifest.rows_of(shard) for shard in missing))
-        chosen = {rows[number * num_missing // count] for number in range(count)}
+        chosen = {_missing_row(missing, manifest, number * num_missing // count) for number in range(count)}
         measured = [row for row in self._source if row.index in chosen] if chosen else []
         seconds, outcomes = run_coroutine(_measure(model, measured)) if measured else (0.0, [])
         tokens = sum(one.tokens for one in outcomes)
@@ -159,6 +157,12 @@ class JobRun:
 
     def _manifest(self, job: str, source: str, rows: int) -> JobManifest:
         return JobManifest(descant.__version__, job, source, rows, self.job.shard_rows, self.job.sink_format)
+
+
+def _missing_row(missing: Sequence[int], manifest: JobManifest, number: int) -> int:
+    """The index of the missing row with a number; only the last shard of a source has fewer rows."""
+    shard, offset = divmod(number, manifest.shard_rows)
+    return manifest.rows_of(missing[shard])[offset]
 
 
 async def _measure(model: JobModel, rows: list[SourceRow]) -> tuple[float, list[RowOutcome]]:

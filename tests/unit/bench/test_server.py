@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 import pytest
 
-from bench.server import Load, http_side, ids_body, plain_words, process_seconds, text_body
+from bench.server import Load, http_side, ids_body, plain_words, text_body
 from tests.support import pretrained
 
 
@@ -39,10 +38,3 @@ def test_a_side_with_another_number_of_tokens_is_refused(monkeypatch):
     used.clear()
     with pytest.raises(RuntimeError, match="must read 2 and generate 3"):
         side(Load([[1, 2]], 3))
-
-
-def test_the_time_of_a_process_is_its_cpu_time():
-    began, end = process_seconds(os.getpid()), time.process_time() + 0.3
-    while time.process_time() < end:
-        pass
-    assert 0.2 < process_seconds(os.getpid()) - began < 5

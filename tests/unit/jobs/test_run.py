@@ -16,7 +16,9 @@ from descant import EngineClosed, GenerationConfig, InputError
 from descant.core import atomic_file
 from descant.engine.async_engine import AsyncEngine
 from descant.jobs import JobEstimate, JobProgress, JobResult
+from descant.jobs.job_run import _missing_row
 from descant.jobs.row_requests import row_seed
+from descant.jobs.shard_folder import JobManifest
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -247,6 +249,13 @@ def test_an_estimate_writes_nothing(make_job, loaded) -> None:
     job.run(*loaded)
     done = job.estimate(*loaded)
     assert (done.missing_rows, done.measured_rows, done.seconds) == (0, 0, 0.0)
+
+
+def test_the_rows_of_an_estimate_are_numbered_among_the_missing_ones() -> None:
+    manifest = JobManifest("0", "", "", 23, 10)
+    for missing in ([0, 1, 2], [0, 2], [2], [1]):
+        rows = [row for shard in missing for row in manifest.rows_of(shard)]
+        assert [_missing_row(missing, manifest, number) for number in range(len(rows))] == rows
 
 
 def test_an_empty_source_is_a_job_without_shards(make_job, loaded, contents) -> None:
