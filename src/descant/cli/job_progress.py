@@ -24,7 +24,7 @@ class JobProgressDisplay:
         columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=console, disable=not self._is_terminal)
         self._task = self._bar.add_task("", total=None)
-        self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+        self._next_line: float | None = None  # from the first row on: a model may take long to load
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -38,8 +38,10 @@ class JobProgressDisplay:
         if self._is_terminal:
             text = _pace(progress)
             self._bar.update(self._task, total=progress.rows, completed=progress.finished, description=text)
-        elif time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+        elif self._next_line is None or time.monotonic() >= self._next_line:
+            is_first, self._next_line = self._next_line is None, time.monotonic() + _SECONDS_BETWEEN_LINES
+            if is_first:
+                return
             terminal.print_info(f"{progress.finished} of {progress.rows} rows, {_pace(progress)}")
 
 

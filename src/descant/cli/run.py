@@ -106,6 +106,9 @@ class RunCommand(ConfigCommand):
     def _print_estimate(self, job: Job) -> int:
         with terminal.console().status("measuring"):
             estimate = job.estimate()
+        if not estimate.missing_rows:
+            terminal.write(f"rows    {estimate.rows}, all of them there\n")
+            return 0
         pace = f"{format_seconds(estimate.seconds)} at {estimate.tokens_per_second:.0f} tokens a second"
         terminal.write(
             f"rows    {estimate.rows}, {estimate.missing_rows} to compute\n"

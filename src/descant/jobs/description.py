@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
+from descant.engine.vllm.field_support import check_fields
 from descant.errors import ConfigError, InputError
 from descant.jobs.selection import SelectionConfig
 from descant.jobs.shard_folder import SINK_FORMATS
@@ -97,6 +98,12 @@ class JobDescription:
             raise ConfigError("seed", must, config.seed, advice)
         if self.template is not None:
             check_template(self.template)
+        if self.engine == "vllm":
+            check_fields(config, ("vllm", "plug-in", "engine"))
+            if self.select is not None and self.select.needs_logprobs:
+                raise InputError(
+                    "scorer", "must be another with vLLM, which has no such scores", "mean_logprob"
+                )
         if self.select is not None and "num_return_sequences" not in self.override_columns:
             self.select.check_samples(config.num_return_sequences or 1)
 
@@ -164,7 +171,7 @@ class JobDescription:
             raise InputError("source", "must name at least one file", self.source)
         for path in self.source_files:
             if not path.endswith(SOURCE_FORMATS) and not os.path.isdir(path):
-                must = f"must be files that end in {', '.join(SOURCE_FORMATS)}, or folders of datasets"
+                must = f"must be files that end in {', '.join(SOURCE_FORMATS)}, or folders that exist"
                 raise InputError("source", must, path)
 
     def _check_columns(self) -> None:

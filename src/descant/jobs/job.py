@@ -61,4 +61,6 @@ class Job(JobDescription):
         if (model is None) != (tokenizer is None):
             name = "model" if model is None else "tokenizer"
             raise InputError(name, "must be given together with the other", None, "give both, or neither")
+        if model is not None and self.engine != "descant":
+            raise InputError("model", "must be left out with vLLM, which loads its own", "a model")
         return None if model is None else JobModel(self, model, tokenizer)

@@ -49,8 +49,9 @@ class _RunProgress:
         self._tell()
 
     def retry(self, group: int) -> None:
-        """Forget the rows of a group that is computed again."""
-        self.running.pop(group, None)
+        """Forget the rows of a group that is computed again; their tokens were generated all the same."""
+        tokens = self.running.pop(group, _NONE).tokens
+        self.complete = _add(self.complete, RowCounts(0, 0, tokens))
 
     def finish(self, report: GroupReport) -> None:
         """Count a complete group."""

@@ -107,18 +107,22 @@ class JobWorker:
         self, group: ShardGroup, folder: ShardFolder, on_row: OnRow | None = None
     ) -> GroupReport:
         """Compute what is missing of a group of shards."""
-        missing = [shard for shard in group.shards if not folder.is_complete(shard)]
-        if not missing:  # of a worker that ended before it could report
-            return GroupReport(group.first, worker=self.name)
+        # Others are of a worker that ended before it could report.
+        missing, failed = folder.check_shards(group.shards)
+        rows = sum(len(folder.manifest.rows_of(shard)) for shard in set(group.shards) - set(missing))
+        report = GroupReport(group.first, rows, failed, worker=self.name)
+        if not missing:
+            return report
         log = AttemptLog(folder.path, group.first, self._run)
         run = _GroupRun(self, group, folder, log, on_row)
+        run.report = report
         is_complete = False
         try:
             await run.run(missing)
             is_complete = True
         finally:
             log.close(is_complete=is_complete)
-        return run.report()
+        return run.report
 
     async def measure(self, rows: Collection[SourceRow]) -> list[RowOutcome]:
         """The outcomes of some rows, run together; nothing is written."""
@@ -212,10 +216,7 @@ class _GroupRun:
         self._worker, self._group, self._log, self._on_row = worker, group, log, on_row
         self._manifest = folder.manifest
         self._shards = _GroupOutcomes(folder)
-        self._report = GroupReport(group.first, worker=worker.name)
-
-    def report(self) -> GroupReport:
-        return self._report
+        self.report = GroupReport(group.first)
 
     async def run(self, missing: list[int]) -> None:
         """Run all rows of the missing shards: first those that an earlier attempt makes suspect."""
@@ -271,8 +272,8 @@ class _GroupRun:
         await self._add(outcome)
 
     async def _add(self, outcome: RowOutcome) -> None:
-        report = self._report
-        self._report = report._replace(
+        report = self.report
+        self.report = report._replace(
             rows=report.rows + 1,
             failed=report.failed + outcome.is_error,
             tokens=report.tokens + outcome.tokens,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import queue
 import threading
@@ -34,6 +35,7 @@ from descant.jobs.workers import RowCounts, WorkerCallbacks
 __all__ = ["RayWorkers"]
 
 LOCAL: Final = "local"
+_QUIET: Final[dict[str, Any]] = {"log_to_driver": False, "logging_level": logging.ERROR}
 _COLUMNS: Final = ("first", "num_shards", *RowPosition._fields)
 _MAX_BLOCKS: Final = 10_000  # Ray keeps some kilobytes for each in the process that starts the job
 _START_SECONDS: Final = 600.0
@@ -70,6 +72,9 @@ class RayWorkers:
             import ray.data
         except ImportError:
             raise MissingExtra("ray", "a job on Ray") from None
+        if job.device is not None and ":" in job.device:
+            must = "must be without a number on Ray, which chooses a GPU for each worker"
+            raise InputError("device", must, job.device, f"use {job.device.partition(':')[0]}")
         self._ray: Any = ray
         self._job, self._run = job, run
         self._is_stopped = threading.Event()
@@ -125,19 +130,21 @@ class RayWorkers:
     # -------------------------------------------------------------------- parts
     def _connect(self, address: str) -> None:
         if address == LOCAL:
-            self._ray.init(address=LOCAL, include_dashboard=False, log_to_driver=False)
+            self._ray.init(address=LOCAL, include_dashboard=False, **_QUIET)
             return
         try:
-            self._ray.init(address=address, log_to_driver=False)
+            self._ray.init(address=address, **_QUIET)
         except ConnectionError as error:
             must = f"must be the address of a Ray cluster, or {LOCAL!r} ({error})"
             raise InputError("ray", must, address, "start one with `ray start --head`") from None
 
     def _resources(self) -> dict[str, float]:
         """What a worker needs of a node."""
-        cpus = self._job.cpus_per_worker or 1
-        is_cuda = (self._job.device or "").startswith("cuda")
-        return {"num_cpus": cpus, "num_gpus": 1 if is_cuda else 0}
+        job = self._job
+        num_gpus = 1 if job.device == "cuda" else 0
+        if job.engine != "descant" and self._ray.cluster_resources().get("GPU", 0):
+            num_gpus = int(job.engine_options.get("tensor_parallel_size", 1))
+        return {"num_cpus": job.cpus_per_worker or 1, "num_gpus": num_gpus}
 
     def _check_resources(self) -> None:
         """Raise InputError where the workers would wait for ever."""
@@ -219,22 +226,25 @@ def _worker_errors() -> Iterator[None]:
     """Turn an error of Ray into one that says what happened in the worker."""
     try:
         yield
-    except DescantError:
-        raise
     except Exception as error:
         cause: BaseException = error
         while (inner := getattr(cause, "cause", None) or cause.__cause__) is not None and inner is not cause:
             cause = inner
+        if cause is error and isinstance(error, DescantError):  # of this process
+            raise
         text = str(cause) if isinstance(cause, DescantError) else f"{type(cause).__name__}: {cause}"
         raise WorkerFailed(text) from error
 
 
 @contextlib.contextmanager
 def _quiet(context: Any) -> Iterator[None]:
-    """Without the progress bars of Ray Data, beside which there is the job's own."""
-    before = context.enable_progress_bars
+    """Without the progress bars and messages of Ray Data, beside those of the job."""
+    before, logger = context.enable_progress_bars, logging.getLogger("ray.data")
+    level = logger.level
     context.enable_progress_bars = False
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
         context.enable_progress_bars = before
+        logger.setLevel(level)

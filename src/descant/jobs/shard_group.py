@@ -31,7 +31,7 @@ class GroupReport(NamedTuple):
     """What a worker has done for a group."""
 
     group: int  # its first shard
-    rows: int = 0  # computed
+    rows: int = 0  # of the group: those of shards that an earlier worker of the run has written included
     failed: int = 0
     tokens: int = 0
     drafted: tuple[int, ...] = ()  # tokens, by their index in a draft

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
+
 from descant.errors import WorkerFailed
 from descant.jobs.description import JobDescription
 from descant.jobs.job_messages import encode_group, encode_job, encode_manifest
@@ -33,6 +35,7 @@ class _Worker:
     """A process, and the groups that it runs."""
 
     process: subprocess.Popen[bytes]
+    slot: int  # the smallest number that no other worker has
     digest: str | None = None
     groups: dict[int, ShardGroup] = field(default_factory=dict)
 
@@ -130,15 +133,16 @@ class WorkerPool:
 
     def _start(self) -> _Worker:
         """A new process."""
+        slot = min(set(range(len(self._workers) + 1)) - {one.slot for one in self._workers})
         paths = [os.path.abspath(one) if one else os.getcwd() for one in sys.path]
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "descant.jobs.worker_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self._visible_gpu(slot)},
             start_new_session=True,  # Ctrl-C is for this process, which ends the others
         )
-        worker = _Worker(process)
+        worker = _Worker(process, slot)
         self._workers.append(worker)
         threading.Thread(target=self._read, args=(worker,), name="descant-worker", daemon=True).start()
         threads = self._job.cpus_per_worker or 0
@@ -146,6 +150,14 @@ class WorkerPool:
             threads = max(1, (os.cpu_count() or 1) // self._job.workers)
         worker.send(job=encode_job(self._job), run=self._run, workers=self._job.workers, threads=threads)
         return worker
+
+    def _visible_gpu(self, slot: int) -> dict[str, str]:
+        """The variable that shows a worker the GPU of its slot, where workers share several."""
+        if self._job.device != "cuda" or self._job.workers == 1:
+            return {}
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
+        return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else {}
 
     def _read(self, worker: _Worker) -> None:
         """Receive what a process says; None at its end."""

@@ -329,5 +329,5 @@ def test_a_dataset_folder_is_a_source_of_a_job(make_job, loaded, tmp_path: Path)
     save_dataset(tmp_path / "data", [[4], [3]])
     job = make_job(source=str(tmp_path / "data"), template="{k}")
     assert job.run(*loaded).rows == 7
-    with pytest.raises(InputError, match="or folders of datasets, got"):
+    with pytest.raises(InputError, match="or folders that exist, got"):
         make_job(source=str(tmp_path / "nowhere"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from descant import ConfigError, GenerationConfig, InputError
 from descant.jobs import Job
+from descant.jobs.job_messages import decode_job, encode_job
 
 WHOLE = """
 model = "toy"
@@ -110,3 +112,25 @@ def test_several_sequences_and_paths_are_accepted(tmp_path: Path) -> None:
     config = GenerationConfig(num_return_sequences=2, do_sample=True)
     job = Job(model=tmp_path, source=tmp_path / "a.csv", sink=tmp_path, generation_config=config)  # type: ignore[arg-type]
     assert (job.model, job.source, job.sink) == (str(tmp_path), (str(tmp_path / "a.csv"),), str(tmp_path))
+
+
+def test_what_vllm_cannot_run_is_refused_at_once(make_job) -> None:
+    with pytest.raises(ConfigError, match="`num_beams` must have its default on vLLM"):
+        make_job(engine="vllm", generation_config=GenerationConfig(num_beams=2))
+    config = GenerationConfig(do_sample=True, num_return_sequences=2)
+    select = {"method": "best_of_n", "scorer": "mean_logprob"}
+    with pytest.raises(InputError, match="`scorer` must be another with vLLM"):
+        make_job(engine="vllm", generation_config=config, select=select)
+    with pytest.raises(InputError, match="`engine_options` must be empty without vLLM"):
+        make_job(engine_options={"max_num_seqs": 4})
+    with pytest.raises(InputError, match="`engine` must be one of descant, vllm, auto"):
+        make_job(engine="llama.cpp")
+    with pytest.raises(InputError, match="`model` must be left out with vLLM"):
+        make_job(engine="vllm").run(object(), object())
+
+
+def test_a_job_survives_the_way_to_a_worker(make_job) -> None:
+    job = make_job(engine="vllm", engine_options={"max_num_seqs": 4}, workers=3, cpus_per_worker=2)
+    again = decode_job(json.loads(json.dumps(encode_job(job))))
+    assert encode_job(again) == encode_job(job)
+    assert (again.workers, again.generation_config.given) == (3, job.generation_config.given)
