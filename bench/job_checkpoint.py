@@ -1,9 +1,10 @@
 """`python -m bench.jobs checkpoint`: the memory of a resume, by Ray Data's CheckpointConfig and by a job.
 
-Ray Data keeps the id of each row that is done, and reads all of them before it starts. A job looks at the
-shards that are there. Each figure is the peak memory of all processes of one resume in a new process, above
-that of a resume of a few rows. Memory that processes share counts once. The figures of Ray Data have the
-noise of its processes, some tens of MB. With ids, a job keeps digests of 8 bytes, to find equal ones.
+Ray Data keeps the id of each row that is done. Before it starts, a task sorts all of them, and each of up to
+ten actors that filter the source has them all. A job looks at the shards that are there; with ids it keeps
+digests of 8 bytes, to find equal ones. Each figure is the peak memory of a process of a resume, above that of
+a resume of a few rows. The sum over all processes of Ray has more noise than that: as many of them run as it
+finds useful.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from bench.process_time import process_family
 from descant.jobs.shard_folder import JobManifest, ShardFolder
@@ -41,22 +41,25 @@ def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
 
 def run_checkpoint(args: argparse.Namespace) -> None:
     """Print a line for each number of rows."""
-    sides = {"Ray Data": "ray", "job": "job", "job with ids": "job-ids"}
-    few = {name: _peak_bytes(side, _FEW) for name, side in sides.items()}
-    print("bytes a row that is done" + "".join(f"{name:>16}" for name in sides))
+    few = _peaks(_FEW)
+    width = max(map(len, few)) + 3
+    print("bytes a row that is done" + "".join(f"{name:>{width}}" for name in few))
     for rows in args.rows:
-        peaks = {name: _peak_bytes(side, rows) - few[name] for name, side in sides.items()}
-        print(f"{rows:24,}" + "".join(f"{peak / (rows - _FEW):16.1f}" for peak in peaks.values()), flush=True)
+        found = _peaks(rows)
+        sizes = [(found.get(name, 0) - least) / (rows - _FEW) for name, least in few.items()]
+        print(f"{rows:24,}" + "".join(f"{size:{width}.1f}" for size in sizes), flush=True)
 
 
-def _peak_bytes(side: str, rows: int) -> int:
-    """The peak memory of a resume in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        prepare = _prepare_ray if side == "ray" else _prepare_job
-        prepare(rows, Path(folder))
-        command = [sys.executable, "-m", "bench.job_checkpoint", side, str(rows), folder]
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=_environment()).stdout
-    return int(json.loads(output.splitlines()[-1])["bytes"])
+def _peaks(rows: int) -> dict[str, int]:
+    """The peak memory of each part of a resume."""
+    found: dict[str, int] = {}
+    for side, prepare in (("ray", _prepare_ray), ("job", _prepare_job), ("job with ids", _prepare_job)):
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(rows, Path(folder))
+            command = [sys.executable, "-m", "bench.job_checkpoint", side, str(rows), folder]
+            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=_environment()).stdout
+        found |= json.loads(output.splitlines()[-1])
+    return found
 
 
 def _environment() -> dict[str, str]:
@@ -64,10 +67,12 @@ def _environment() -> dict[str, str]:
 
 
 class _PeakMemory:
-    """The peak of the memory of this process and its descendants, by a thread that looks often."""
+    """The peaks of the memory of this process and its descendants, by a thread that looks often."""
 
     def __init__(self) -> None:
-        self.bytes = 0
+        self.shared = 0  # by all together
+        self.own = 0  # by this process
+        self.by_title: dict[str, int] = {}  # by other processes, of which Ray changes the title
         self._ended = threading.Event()
 
     @contextmanager
@@ -82,21 +87,35 @@ class _PeakMemory:
 
     def _run(self) -> None:
         while True:
-            self.bytes = max(self.bytes, sum(map(_proportional_bytes, process_family(os.getpid()))))
+            shared = 0
+            for pid in process_family(os.getpid()):
+                own, part = _memory_of(pid)
+                shared += part
+                if pid == os.getpid():
+                    self.own = max(self.own, own)
+                else:
+                    title = _title_of(pid)
+                    self.by_title[title] = max(self.by_title.get(title, 0), own)
+            self.shared = max(self.shared, shared)
             if self._ended.wait(_PAUSE):
                 return
 
 
-def _proportional_bytes(pid: int) -> int:
-    """The memory of a process, its share of what it has in common with others included.
-
-    Files that are mapped, such as libraries, do not count: their share depends on what else is running.
-    """
+def _memory_of(pid: int) -> tuple[int, int]:
+    """The bytes of a process of its own, and its share of those in common with others, without files."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
-        return 0  # it has ended
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+        return 0, 0  # it has ended
+    sizes = {line.split()[0]: int(line.split()[1]) * 1024 for line in lines[1:]}
+    return sizes["Pss_Anon:"], sizes["Pss_Shmem:"]
+
+
+def _title_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0 ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _ids(rows: int) -> list[str]:
@@ -113,7 +132,7 @@ def _prepare_ray(rows: int, folder: Path) -> None:
     pq.write_table(pa.table({"id": [f"new-{row}" for row in range(_NEW_ROWS)]}), folder / "source.parquet")
 
 
-def _resume_ray(_: int, folder: Path) -> int:
+def _resume_ray(_: int, folder: Path) -> dict[str, int]:
     import pyarrow.parquet as pq
     import ray
     import ray.data
@@ -131,7 +150,12 @@ def _resume_ray(_: int, folder: Path) -> int:
     found = sum(one.num_rows for one in map(pq.read_metadata, (folder / "sink").glob("*.parquet")))
     if found != _NEW_ROWS:
         raise RuntimeError(f"{_NEW_ROWS} rows must be written, got {found}")
-    return peak.bytes
+    parts = {"Ray: filter actor": "CheckpointFilter", "Ray: sorting task": "convert_and_sort"}
+    sizes = {
+        name: max((size for title, size in peak.by_title.items() if text in title), default=0)
+        for name, text in parts.items()
+    }
+    return {**sizes, "Ray: object store": peak.shared, "Ray: driver": peak.own}
 
 
 def _sink(rows: int, folder: Path) -> ShardFolder:
@@ -149,24 +173,24 @@ def _prepare_job(rows: int, folder: Path) -> None:
         sink.results_file(shard).write_bytes(JsonLinesShards().encode(records))
 
 
-def _resume_job(rows: int, folder: Path, id_column: str | None) -> int:
+def _resume_job(rows: int, folder: Path, id_column: str | None) -> dict[str, int]:
     peak = _PeakMemory()
     with peak.watch():
         summary = JobSource([str(folder / "rows.jsonl")], id_column).scan(_SHARD_ROWS)
         missing = _sink(rows, folder).check_shards().missing
     if (summary.rows, len(missing)) != (rows + _NEW_ROWS, _NEW_ROWS // _SHARD_ROWS):
         raise RuntimeError(f"one shard must be missing, got {missing}")
-    return peak.bytes
+    return {"job" if id_column is None else "job with ids": peak.own}
 
 
 def _main() -> None:
     side, rows, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    resumes: dict[str, Callable[..., Any]] = {
+    resumes: dict[str, Callable[..., dict[str, int]]] = {
         "ray": _resume_ray,
         "job": lambda *work: _resume_job(*work, id_column=None),
-        "job-ids": lambda *work: _resume_job(*work, id_column="id"),
+        "job with ids": lambda *work: _resume_job(*work, id_column="id"),
     }
-    print(json.dumps({"bytes": resumes[side](rows, folder)}))
+    print(json.dumps(resumes[side](rows, folder)))
 
 
 if __name__ == "__main__":
