@@ -30,9 +30,11 @@ __all__ = [
     "PendingFile",
     "create_folder",
     "lock_file",
+    "remove_leftovers",
     "require_writable",
     "write_bytes",
     "write_files",
+    "write_new",
     "write_pending",
     "write_text",
 ]
@@ -66,6 +68,22 @@ def write_bytes(path: StrPath, data: bytes, *, private: bool = False, exclusive:
     """Write a file, whole or not at all; `exclusive`: raise FileExistsError if the name is taken."""
     with write_pending(path, private=private, exclusive=exclusive) as pending:
         pending.file.write(data)
+
+
+def write_new(path: StrPath, data: bytes) -> None:
+    """Write a file of a folder with very many, whole or not at all.
+
+    What dead writers left stays: to find it, each write would list the folder. `remove_leftovers` does.
+    """
+    folder, name = os.path.split(_resolve(path, exclusive=False))
+    with _filled(folder, name, data) as pending:
+        _publish(pending, os.path.join(folder, name), exclusive=False)
+    _sync_folder(folder)
+
+
+def remove_leftovers(folder: StrPath) -> None:
+    """Remove the temporary files of a folder whose writers have ended."""
+    _remove_matching(os.fspath(folder), re.compile(rf"\..*\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}"))
 
 
 @contextlib.contextmanager
@@ -140,7 +158,11 @@ def require_writable(path: StrPath) -> None:
 
 def _remove_leftovers(folder: str, name: str) -> None:
     """Remove the temporary files of one name whose writers have ended."""
-    pattern = re.compile(rf"\.{re.escape(_stem(name))}\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
+    _remove_matching(folder, re.compile(rf"\.{re.escape(_stem(name))}\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}"))
+
+
+def _remove_matching(folder: str, pattern: re.Pattern[str]) -> None:
+    """Remove the entries of a folder whose names match and whose writers have ended."""
     try:
         with os.scandir(folder) as entries:
             found = [entry.path for entry in entries if pattern.fullmatch(entry.name)]

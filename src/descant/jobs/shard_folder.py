@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from descant.core.atomic_file import lock_file, write_bytes
+from descant.core.atomic_file import lock_file, remove_leftovers, write_bytes, write_new
 from descant.errors import InputError
 from descant.jobs.parquet_shards import ParquetShards
 from descant.jobs.shard_formats import JsonLinesShards, ShardFormat, ShardRecord
@@ -86,6 +86,7 @@ class ShardFolder:
                 raise InputError(
                     "sink", "must not be in use by another run", str(self.path), "wait for its end"
                 )
+            remove_leftovers(self.path)
             if not self.check():
                 write_bytes(
                     self.path / MANIFEST, (json.dumps(asdict(self.manifest), indent=1) + "\n").encode()
@@ -149,10 +150,10 @@ class ShardFolder:
         # What is there is not whole, and must not seem so beside other errors.
         self.results_file(shard).unlink(missing_ok=True)
         if errors:
-            write_bytes(self.errors_file(shard), self._errors.encode(errors))
+            write_new(self.errors_file(shard), self._errors.encode(errors))
         else:  # of a run that was killed between the two files
             self.errors_file(shard).unlink(missing_ok=True)
-        write_bytes(self.results_file(shard), data)
+        write_new(self.results_file(shard), data)
 
     def read_results(self, shard: int) -> Iterator[dict[str, Any]]:
         """The results of a complete shard, in the order of its rows."""

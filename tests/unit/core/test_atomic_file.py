@@ -235,3 +235,22 @@ def test_a_folder(tmp_path: Path) -> None:
     with pytest.raises(AttributeError):
         create_folder(tmp_path / "other", {"a.py": None})  # type: ignore[dict-item]
     assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_write_new_leaves_leftovers_to_one_sweep(tmp_path, monkeypatch):
+    left = tmp_path / f".one.{'a' * 32}.descant-part"
+    left.write_bytes(b"torn")
+    for data in (b"first", b"second"):  # a new name, and one that is taken
+        atomic_file.write_new(tmp_path / "one", data)
+        assert (tmp_path / "one").read_bytes() == data
+    assert sorted(path.name for path in tmp_path.iterdir()) == [left.name, "one"]
+    atomic_file.remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+
+    def fail(_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(atomic_file, "_flush", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        atomic_file.write_new(tmp_path / "one", b"third")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"one": b"second"}
