@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,3 +157,14 @@ def test_no_imports_run_in_a_circle() -> None:
 )
 def test_circles_are_found(graph: dict[str, set[str]], expected: list[list[str]]) -> None:
     assert circles(graph) == expected
+
+
+def test_the_repository_has_no_links() -> None:
+    """A symbolic link names a path of one machine: `.venv` as a link ends every install from a clone."""
+    checkout = ROOT.parent.parent
+    if not (checkout / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "--stage"], cwd=checkout, check=True, capture_output=True, text=True
+    ).stdout
+    assert [line for line in listed.splitlines() if line.startswith("120000")] == []
