@@ -11,6 +11,7 @@ from torch import Tensor
 
 from descant.api.config_merge import merge_config
 from descant.api.inputs import RaggedPrompts, prepare_prompts
+from descant.api.per_prompt import adapter_names_of, negative_prompts
 from descant.api.user_cache import UserCache, return_cache
 from descant.config.fields import thaw
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
@@ -66,6 +67,7 @@ class CallOptions:
     recipe: Recipe | None = None  # a third-party strategy, drafter, wrapper or processor
     tracer: Tracer | None = None  # records the run
     counts_padding: bool = False  # whether `max_length` and `min_length` include the padding of the batch
+    adapter_names: Any = None  # of PEFT: one for all prompts, or a list with one for each
     scheduler: SchedulerConfig | None = None  # the budgets of the call; None: all prompts run at once
 
     @classmethod
@@ -172,7 +174,7 @@ class Call:
         options = self.options
         # Arguments of the call win over those in the config.
         inputs = {**thaw(options.config.generation_kwargs), **inputs}
-        negative = _negative_prompts(
+        negative = negative_prompts(
             inputs.pop(NEGATIVE_PROMPT_KEY, None), inputs.pop("negative_prompt_attention_mask", None)
         )
         prompts = prepare_prompts(inputs, options.config, self.session.traits, self.session.device)
@@ -228,6 +230,7 @@ class Call:
         draws_alone = is_strategy_recipe or scheduler is not None
         first_row, requests = 0, []
         batch_size = self._num_fixed_rows()
+        adapter_names = adapter_names_of(options.adapter_names, len(self.configs))
         for index, config in enumerate(self.configs):
             requests.append(
                 Request(
@@ -242,6 +245,7 @@ class Call:
                     past_key_values=cached_rows[index],
                     recipe=options.recipe,
                     return_past_key_values=keep_cache,
+                    adapter_name=adapter_names[index],
                     prompt_index=index,
                     padded_width=prompts.padded_ids.shape[1],
                     counted_width=prompts.width if options.counts_padding else 0,
@@ -352,24 +356,6 @@ def _requested_cache(config: GenerationConfig, user_cache: UserCache | None) -> 
         must = "must not be given with `past_key_values`, which sets the cache type"
         raise ConfigError("cache_implementation", must, config.cache_implementation, do)
     return user_cache.empty_like()
-
-
-def _negative_prompts(ids: Any, mask: Any) -> list[Tensor] | None:
-    """Negative prompts [B, L] as rows without padding."""
-    if ids is None:
-        if mask is not None:
-            do = "leave it out"
-            raise InputError(
-                "negative_prompt_attention_mask", f"has no use without `{NEGATIVE_PROMPT_KEY}`", mask, do
-            )
-        return None
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-        raise InputError(NEGATIVE_PROMPT_KEY, "must be [batch, length] of ids", ids)
-    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
-        raise InputError(
-            "negative_prompt_attention_mask", f"must have the shape of `{NEGATIVE_PROMPT_KEY}`", mask
-        )
-    return [row if mask is None else row[mask[index].bool()] for index, row in enumerate(ids)]
 
 
 def _apply_max_length_criteria(

@@ -22,6 +22,7 @@ from descant.models.hf_callback import config_from_hf, inputs_from_hf, is_hf_pre
 from descant.models.hf_generation_config import fill_defaults
 from descant.models.synced_gpus import synchronized_processes
 from descant.models.whisper import WhisperAdapter, whisper_adapter_of
+from descant.models.wrapped_model import gathered_model
 from descant.recipes.recipe import Recipe
 from descant.trace.tracer import Tracer
 
@@ -61,6 +62,8 @@ def generate(  # noqa: PLR0913 - the documented order of arguments
       until there is room; the order of results stays the same, and so do tokens, but for sampling without a
       `seed`. A prompt that can never fit raises `InputError`, more prompts than `max_waiting` raise
       `EngineFull`;
+    - `adapter_names`: the PEFT adapter of all prompts, or a list with one for each; "__base__" is none.
+      Without it the model's active adapter runs;
     - `engine`: a `descant.VLLM` that runs the requests; then `model` is None.
 
     `negative_prompt_ids` [B, L] are for guidance. With `use_model_defaults=False` a `generation_config` takes
@@ -108,7 +111,7 @@ def _generate(
     given = {name: named[name] for name in _KEYWORD_LIKE if named[name] is not None}
     kwargs = dict(kwargs)
     model = engine_or_model(model, kwargs.pop("engine", None))
-    with synchronized_processes(model, named["synced_gpus"]):
+    with gathered_model(model) as model, synchronized_processes(model, named["synced_gpus"]):
         recipe, others = pop_recipe({**kwargs, **given})
         scheduler = others.pop("scheduler", None)
         tracer = Tracer.from_argument(others.pop("trace", None), others.get("tokenizer"))
@@ -179,7 +182,7 @@ class _GenerateArgs:
 
     def call_options(self) -> dict[str, Any]:
         """The arguments as keyword arguments of `CallOptions`."""
-        names = ("tokenizer", "assistant_model", "assistant_tokenizer")
+        names = ("tokenizer", "assistant_model", "assistant_tokenizer", "adapter_names")
         options: dict[str, Any] = {name: self.others.get(name) for name in names}
         options |= {"processors": self.processors, "criteria": self.criteria}
         options |= {"past": self.past, "recipe": self.recipe, "tracer": self.tracer}
@@ -191,7 +194,9 @@ class _GenerateArgs:
         return self.others.get("past_key_values")
 
 
-_CALL_OPTION_NAMES: Final = ("tokenizer", "assistant_model", "assistant_tokenizer", "past_key_values")
+_CALL_OPTION_NAMES: Final = (
+    "tokenizer", "assistant_model", "assistant_tokenizer", "past_key_values", "adapter_names",
+)  # fmt: skip
 
 
 class _Unsupported(NamedTuple):
@@ -328,6 +333,7 @@ _FRONT_ENDS: Final = (
             _Unsupported("trace"),
             _Unsupported("scheduler"),
             _Unsupported("past_key_values"),
+            _Unsupported("adapter_names"),
             _Unsupported("assistant_model"),
             _Unsupported("use_model_defaults"),
             _Unsupported("recipe", "must be a function for {model}", InputError),
@@ -336,7 +342,7 @@ _FRONT_ENDS: Final = (
     _FrontEnd(
         _match_custom_generate,
         _run_custom_generate,
-        (_Unsupported("trace"), _Unsupported("scheduler"), _Unsupported("use_model_defaults")),
+        tuple(map(_Unsupported, ("trace", "scheduler", "use_model_defaults", "adapter_names"))),
     ),
     _FrontEnd(lambda args: args.is_hf_prepared or None, _run_hf_prepared),
 )

@@ -22,6 +22,7 @@ from descant.engine.session import Event, Failed, Finished, Tokens
 from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
 from descant.models.rank_group import all_ranks_or_none
 from descant.models.whisper import is_whisper
+from descant.models.wrapped_model import unwrap_model
 from descant.tokenization.detokenizer import IncrementalDetokenizer
 from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.trace import Trace
@@ -73,6 +74,7 @@ def stream(
     them. With an `engine`, such as `descant.VLLM`, `model` is None. With `trace=True` or a
     `descant.Tracer`, `Stream.trace` is the trace so far.
     """
+    model = unwrap_model(model)
     if is_whisper(model):
         name = type(model).__name__
         raise UnsupportedModel(
@@ -81,7 +83,7 @@ def stream(
     recipe, kwargs = pop_recipe(kwargs)
     model = engine_or_model(model, kwargs.pop("engine", None))
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
-    past = kwargs.pop("past_key_values", None)
+    past, adapter_names = kwargs.pop("past_key_values", None), kwargs.pop("adapter_names", None)
     use_model_defaults = kwargs.pop("use_model_defaults", None) is not False
     scheduler = kwargs.pop("scheduler", None)
     tracer = Tracer.from_argument(kwargs.pop("trace", None), tokenizer)
@@ -99,6 +101,7 @@ def stream(
             criteria=as_tuple("stopping_criteria", stopping_criteria),
             tokenizer=tokenizer,
             past=past,
+            adapter_names=adapter_names,
             recipe=recipe,
             tracer=tracer,
             scheduler=scheduler,
