@@ -25,7 +25,7 @@ DescantError (Exception)
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Self, cast
 
 __all__ = [
     "ChangedRecipe",
@@ -109,6 +109,10 @@ class _FieldError(DescantError, ValueError):
         self.field = field
         name = field if isinstance(field, str) else field[0]
         super().__init__(f"`{name}` {must}, got {format_value(got)}" + (f": {do}" if do else ""))
+
+    def with_hint(self, hint: str) -> Self:
+        """The same error with one more sentence."""
+        return cast(Self, _rebuild(type(self), self.field, f"{self} ({hint})"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default calls the class with `args`, which hold the message and not its parts.

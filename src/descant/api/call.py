@@ -78,11 +78,15 @@ class CallOptions:
         fields: Mapping[str, Any],
         *,
         use_model_defaults: bool = True,
+        lenient: bool = False,
         **options: Any,
     ) -> CallOptions:
-        """The options of a call with the config `argument` and the config fields `fields`."""
+        """The options of a call with the config `argument` and the config fields `fields`.
+
+        If `lenient`, values without effect that transformers 4.52.4 ignores are ignored.
+        """
         list_argument = "generation_config" if isinstance(argument, list | tuple) else "seed"
-        configs = merge_configs(model, argument, fields, use_model_defaults)
+        configs = merge_configs(model, argument, fields, use_model_defaults, lenient)
         return cls(configs, list_argument=list_argument, **options)
 
     @property
@@ -92,7 +96,11 @@ class CallOptions:
 
 
 def merge_configs(
-    model: Any, argument: Any, fields: Mapping[str, Any], use_model_defaults: bool = True
+    model: Any,
+    argument: Any,
+    fields: Mapping[str, Any],
+    use_model_defaults: bool = True,
+    lenient: bool = False,
 ) -> list[GenerationConfig]:
     """The effective configs: one for all prompts, or one each if the argument or the seed is a list.
 
@@ -112,7 +120,7 @@ def merge_configs(
         if key not in merged:
             # The model's own config passed as the argument counts as the model's: unused values are allowed.
             explicit = None if config is model_config else config
-            merged[key] = merge_config(call, explicit, model_config, use_model_defaults)
+            merged[key] = merge_config(call, explicit, model_config, use_model_defaults, lenient)
         configs.append(merged[key])
     _validate_shared_fields(configs)
     return configs

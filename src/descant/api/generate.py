@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Final, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from descant.api.call import CallOptions, as_tuple, bind_inputs, engine_or_model, pop_recipe
 from descant.api.generate_call import GenerateCall
+from descant.api.method_call import IGNORED_INPUTS, explain_pipeline, warn_unused
 from descant.api.outputs import GenerateOutput
 from descant.api.whisper.call import TranscribeCall, transcribe
 from descant.config.generation_config import FIELDS
@@ -26,7 +28,7 @@ from descant.models.wrapped_model import gathered_model
 from descant.recipes.recipe import Recipe
 from descant.trace.tracer import Tracer
 
-__all__ = ["generate", "generate_counting_padding"]
+__all__ = ["generate", "generate_as_method"]
 
 
 def generate(  # noqa: PLR0913 - the documented order of arguments
@@ -87,12 +89,16 @@ def generate(  # noqa: PLR0913 - the documented order of arguments
     return _generate(model, named, kwargs)
 
 
-def generate_counting_padding(model: Any, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput:
-    """`generate` with lengths as documented for a model's method: `max_length` includes the padding."""
+def generate_as_method(model: Any, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput:
+    """`generate` as documented for a model's method.
+
+    `max_length` includes the padding, inputs that transformers ignores are ignored, and values without effect
+    that transformers 4.52.4 ignores are ignored with a warning.
+    """
     bound = _SIGNATURE.bind(model, *args, **kwargs)
     bound.apply_defaults()
     named = {name: value for name, value in bound.arguments.items() if name not in ("model", "kwargs")}
-    return _generate(model, named, bound.arguments["kwargs"], counts_padding=True)
+    return _generate(model, named, bound.arguments["kwargs"], is_method=True)
 
 
 _SIGNATURE: Final = signature(generate)
@@ -105,11 +111,11 @@ _KEYWORD_LIKE: Final = (
 
 
 def _generate(
-    model: Any, named: Mapping[str, Any], kwargs: Mapping[str, Any], counts_padding: bool = False
+    model: Any, named: Mapping[str, Any], kwargs: Mapping[str, Any], is_method: bool = False
 ) -> Tensor | GenerateOutput:
     """Run a call with the arguments of the signature by name, and its keyword arguments."""
     given = {name: named[name] for name in _KEYWORD_LIKE if named[name] is not None}
-    kwargs = dict(kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if not (is_method and name in IGNORED_INPUTS)}
     model = engine_or_model(model, kwargs.pop("engine", None))
     with gathered_model(model) as model, synchronized_processes(model, named["synced_gpus"]):
         recipe, others = pop_recipe({**kwargs, **given})
@@ -127,7 +133,7 @@ def _generate(
             scheduler,
             others,
             named["use_model_defaults"],
-            counts_padding,
+            is_method,
         )
         return _run_front_end(args)
 
@@ -159,7 +165,7 @@ class _GenerateArgs:
     scheduler: SchedulerConfig | None
     others: dict[str, Any]  # config fields, model inputs, `tokenizer`, the assistant and the cache
     use_model_defaults: bool | None  # whether the model's config completes a given one; None: it does
-    counts_padding: bool  # whether `max_length` and `min_length` include the padding of the batch
+    is_method: bool  # whether it is a model's method: lengths count padding, some errors are warnings
 
     @property
     def processors(self) -> tuple[Any, ...]:
@@ -186,7 +192,7 @@ class _GenerateArgs:
         options: dict[str, Any] = {name: self.others.get(name) for name in names}
         options |= {"processors": self.processors, "criteria": self.criteria}
         options |= {"past": self.past, "recipe": self.recipe, "tracer": self.tracer}
-        return options | {"counts_padding": self.counts_padding, "scheduler": self.scheduler}
+        return options | {"counts_padding": self.is_method, "scheduler": self.scheduler}
 
     @property
     def past(self) -> Any:
@@ -295,7 +301,7 @@ def _run_custom_generate(args: _GenerateArgs, custom: Any) -> Tensor | GenerateO
         given.pop("past_key_values", None)
     if args.recipe is not None:
         given["recipe"] = args.recipe
-    loop = generate_counting_padding if args.counts_padding else generate
+    loop = generate_as_method if args.is_method else generate
     output: Tensor | GenerateOutput = custom.run(loop, args.inputs, args.generation_config, given)
     return output
 
@@ -355,11 +361,15 @@ def _run_call(args: _GenerateArgs) -> Tensor | GenerateOutput:
     inputs = bind_inputs(args.model, args.inputs, others)
     if args.tracer is not None:
         fields["return_dict_in_generate"] = True
-    options = CallOptions.from_call(
-        args.model,
-        args.generation_config,
-        fields,
-        use_model_defaults=args.use_model_defaults is not False,
-        **args.call_options(),
-    )
+    with explain_pipeline() if args.is_method else nullcontext():
+        options = CallOptions.from_call(
+            args.model,
+            args.generation_config,
+            fields,
+            use_model_defaults=args.use_model_defaults is not False,
+            lenient=args.is_method,
+            **args.call_options(),
+        )
+    if args.is_method:
+        warn_unused(options.configs, args.generation_config, fields)
     return GenerateCall(args.model, options, args.streamer).run(inputs)

@@ -157,11 +157,14 @@ class GenerationConfig(Parameters):
         call: Mapping[str, Any] | None = None,
         argument: GenerationConfig | None = None,
         model: GenerationConfig | None = None,
+        *,
+        lenient: bool = False,
     ) -> Self:
         """The effective config (call > argument > model > default), validated as a whole.
 
         The result has at most one of each pair of length fields, no unused values, and the `source` of
-        every field. Merging it again, alone, gives an equal config.
+        every field. Merging it again, alone, gives an equal config. If `lenient`, values without effect that
+        transformers 4.52.4 ignores are in `unused`; otherwise they raise ConfigError.
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -174,7 +177,7 @@ class GenerationConfig(Parameters):
             values.update(given)
             sources.update(dict.fromkeys(given, level))
             extra.update(config._extra)
-        unused = drop_unused(values, sources)
+        unused = drop_unused(values, sources, lenient=lenient)
         validate_supported(values, sources)
         validate_consistency(values, sources)
         validate_compatibility(values, sources)
