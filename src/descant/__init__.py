@@ -14,6 +14,7 @@ from descant.api.outputs import (
 from descant.api.prefill import PromptCache, load_cache, prefill
 from descant.api.stream import Stream, StreamEvent, stream
 from descant.api.streamers import AsyncTextIteratorStreamer, BaseStreamer, TextIteratorStreamer, TextStreamer
+from descant.api.text_output import Completion, TextOutput
 from descant.config.compile_config import CompileConfig
 from descant.config.generation_config import GenerationConfig
 from descant.config.generation_mode import GenerationMode
@@ -196,6 +197,7 @@ __all__ = [
     "ClassifierFreeGuidanceLogitsProcessor",
     "CompileConfig",
     "CompiledLayers",
+    "Completion",
     "ConfigError",
     "ConstrainedBeamSearchScorer",
     "Constraint",
@@ -312,6 +314,7 @@ __all__ = [
     "SynthIDTextWatermarkingConfig",
     "TemperatureLogitsWarper",
     "TextIteratorStreamer",
+    "TextOutput",
     "TextStreamer",
     "ThinkingBudgetLogitsProcessor",
     "TokenLogprobs",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ __all__ = [
     "Call",
     "CallOptions",
     "as_tuple",
-    "bind_inputs",
     "engine_or_model",
     "merge_configs",
     "num_rows",
@@ -174,6 +174,7 @@ class Call:
         if self.user_cache is not None and traits.cache_type == "kv" and not traits.is_encoder_decoder:
             self.user_cache.check_model(model)  # other models are refused with the reason at admission
         self.request_ids: list[int] = []
+        self.prompt_ids: list[list[int]] = []  # of each prompt as it is fed, where there is a tokenizer
         self.configs: list[GenerationConfig] = []
         self.healed_suffixes: list[HealedSuffix] = []  # the tokens that healing removed from each prompt
 
@@ -211,6 +212,8 @@ class Call:
         prompts = prompts.drop_last_tokens(
             [len(suffix) for suffix in self.healed_suffixes], pad_token_id(options.config)
         )
+        if options.tokenizer is not None:
+            self.prompt_ids = [prompts.prompt(index).tolist() for index in range(len(prompts))]
         requests = self._requests(prompts, full_prompts, cached_rows)
         noise_rows = sum(num_rows(config) for config in self.configs)
         self.request_ids = self.session.admit(*requests, noise_rows=noise_rows)
@@ -327,6 +330,9 @@ class Call:
 def engine_or_model(model: Any, engine: Any) -> Any:
     """What runs a call: the engine where one is given, else the model."""
     if engine is None:
+        if model is None or isinstance(model, str | PathLike):
+            do = "load it first, for instance with transformers.AutoModelForCausalLM.from_pretrained"
+            raise InputError("model", "must be a model", model, do)
         return model
     if model is not None:
         must = "must be None beside `engine`, which has a model of its own"
@@ -407,22 +413,6 @@ def as_tuple(name: str, given: Any) -> tuple[Any, ...]:
     if not isinstance(given, list | tuple):
         raise InputError(name, "must be a list of callables", given)
     return tuple(given)
-
-
-def bind_inputs(model: Any, inputs: Any, others: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's inputs, with `inputs` under the name that the model uses."""
-    given = dict(others)
-    if inputs is None:
-        return given
-    main = getattr(model, "main_input_name", "input_ids")
-    if main != "input_ids" and isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
-        return {**given, main: inputs}
-    if not isinstance(inputs, torch.Tensor) or inputs.ndim not in (2, 3):
-        raise InputError("inputs", "must be [batch, length] of ids or [batch, length, size]", inputs)
-    name = "inputs_embeds" if inputs.ndim == 3 else "input_ids"
-    if given.get(name) is not None:
-        raise InputError(name, "must not be given with `inputs`, which is the same argument", given[name])
-    return {**given, name: inputs}
 
 
 def num_rows(config: GenerationConfig) -> int:

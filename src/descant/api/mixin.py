@@ -9,6 +9,7 @@ from torch import Tensor
 
 from descant.api.generate import generate_as_method
 from descant.api.outputs import GenerateOutput, transition_scores
+from descant.api.text_output import TextOutput
 from descant.errors import InputError
 from descant.models.module_copy import ATTACHED_METHODS
 
@@ -21,7 +22,7 @@ class GenerationMixin:
     `class Model(descant.GenerationMixin, LlamaForCausalLM): ...`
     """
 
-    def generate(self, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput:
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput | TextOutput:
         """Continue prompts: `descant.generate` of this model, with the same arguments.
 
         As documented for this method, `max_length`, `min_length` and `forced_eos_token_id` count the width of

@@ -15,7 +15,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from descant.api.call import merge_configs
-from descant.api.inputs import RaggedPrompts, encode_texts, prepare_prompts
+from descant.api.inputs import RaggedPrompts, prepare_prompts
+from descant.api.text_inputs import encode_texts
 from descant.core.atomic_file import write_bytes
 from descant.core.interfaces import KVCache, KVSpan
 from descant.core.rows import Rows

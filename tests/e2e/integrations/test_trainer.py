@@ -66,7 +66,7 @@ def t5() -> Any:
 
 
 def causal() -> Any:
-    """A tiny random Llama that pads with its end token, as transformers 5 pads beams where the pad token is 0."""
+    """A tiny random Llama that pads with its end token, as transformers 5 pads beams if the pad is 0."""
     model = toy()
     model.generation_config.pad_token_id = model.generation_config.eos_token_id
     return model
