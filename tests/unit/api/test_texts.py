@@ -41,6 +41,7 @@ def ids_of(tokenizer: Any, text: str) -> torch.Tensor:
 def test_texts_have_the_tokens_of_their_ids(model: Any, tokenizer: Any, fields: dict[str, Any]) -> None:
     out = descant.generate(model, TEXTS, tokenizer=tokenizer, max_new_tokens=8, **fields)
     assert isinstance(out, descant.TextOutput)
+    assert all(isinstance(one, descant.Completion) for one in out)
     each = fields.get("num_return_sequences", 1)
     assert [(one.row, one.sequence) for one in out] == [(row, k) for row in (0, 1) for k in range(each)]
     for row, text in enumerate(TEXTS):
