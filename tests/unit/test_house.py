@@ -165,6 +165,10 @@ def test_the_repository_has_no_links() -> None:
     if not (checkout / ".git").exists():
         pytest.skip("not a git checkout")
     listed = subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "--stage"], cwd=checkout, check=True, capture_output=True, text=True
+        ["git", "-c", "safe.directory=*", "ls-files", "--stage"],
+        cwd=checkout,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     assert [line for line in listed.splitlines() if line.startswith("120000")] == []
