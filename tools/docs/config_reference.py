@@ -31,8 +31,10 @@ def cell(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Inline code inside a table cell."""
-    return f"`{cell(text)}`"
+    """Inline code inside a table cell; a bar in backticks is read differently by different dialects."""
+    if "|" not in text:
+        return f"`{text}`"
+    return f"<code>{text.replace('|', '&#124;')}</code>"
 
 
 def render() -> str:
@@ -40,7 +42,8 @@ def render() -> str:
     parts = [HEAD]
     for group in GROUPS:
         parts.append(
-            f"\n## {group.capitalize()}\n\n| parameter | type | default | meaning |\n|---|---|---|---|\n"
+            f'\n## {group.capitalize()}\n\n<div class="parameters" markdown>\n\n'
+            "| parameter | type | default | meaning |\n|---|---|---|---|\n"
         )
         for name, field in FIELDS.items():
             if field.group != group:
@@ -49,6 +52,7 @@ def render() -> str:
             if name in UNSUPPORTED:
                 about += f" *Later: {UNSUPPORTED[name].reason}.*"
             parts.append(f"| {code(name)} | {code(field.type)} | {code(repr(field.default))} | {about} |\n")
+        parts.append("\n</div>\n")
     return "".join(parts)
 
 

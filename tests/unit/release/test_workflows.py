@@ -1,0 +1,92 @@
+"""Files that GitHub reads: valid by the published schemas, and with no more rights than they need."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+GITHUB = ROOT / ".github"
+WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
+FORMS = sorted(path for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+# An action is pinned by a version or by the hash of a commit, not by a branch.
+PINNED = re.compile(r"[\w-]+/[\w/-]+@(v\d+(\.\d+)*|[0-9a-f]{40})")
+
+
+def check(schema: str, *files: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}"]
+    return subprocess.run([*command, *map(str, files)], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("github-workflows", WORKFLOWS),
+        ("github-issue-forms", FORMS),
+        ("github-issue-config", [GITHUB / "ISSUE_TEMPLATE" / "config.yml"]),
+        ("dependabot", [GITHUB / "dependabot.yml"]),
+        ("citation-file-format", [ROOT / "CITATION.cff"]),
+    ],
+)
+def test_every_file_fits_its_schema(schema: str, files: list[Path]) -> None:
+    assert files
+    done = check(schema, *files)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_wrong_workflow_is_found(tmp_path: Path) -> None:
+    wrong = tmp_path / "ci.yml"
+    wrong.write_text(WORKFLOWS[0].read_text(encoding="utf-8").replace("runs-on", "runs_on"), encoding="utf-8")
+    assert check("github-workflows", wrong).returncode == 1
+
+
+def read(name: str) -> dict[Any, Any]:
+    found: dict[Any, Any] = yaml.safe_load((GITHUB / "workflows" / name).read_text(encoding="utf-8"))
+    return found
+
+
+def steps(workflow: dict[Any, Any]) -> list[dict[str, Any]]:
+    return [step for job in workflow["jobs"].values() for step in job["steps"]]
+
+
+@pytest.mark.parametrize("name", [path.name for path in WORKFLOWS])
+def test_actions_are_pinned_and_rights_are_few(name: str) -> None:
+    workflow = read(name)
+    used = [step["uses"] for step in steps(workflow) if "uses" in step]
+    assert used
+    assert [action for action in used if not PINNED.fullmatch(action)] == []
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert "timeout-minutes" in job
+        assert set(job.get("permissions", {})) <= {"id-token", "pages"}
+
+
+def test_ci_runs_both_tiers() -> None:
+    commands = [step["run"] for step in steps(read("ci.yml")) if "run" in step]
+    assert commands == [".ci/run quick", ".ci/run"]
+
+
+def test_only_the_job_that_publishes_gets_an_identity() -> None:
+    jobs = read("release.yml")["jobs"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert jobs["publish"]["environment"]["name"] == "pypi"
+    assert "permissions" not in jobs["build"]
+    [download, publish] = jobs["publish"]["steps"]  # nothing of the repository runs with that identity
+    assert download["uses"].startswith("actions/download-artifact@")
+    assert publish["uses"].startswith("pypa/gh-action-pypi-publish@")
+    assert "password" not in publish.get("with", {})
+
+
+def test_an_unknown_tier_is_refused() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / ".ci" / "run"), "fast"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        2, "a tier must be quick or whole, got: fast; run .ci/run [quick]\n",
+    )  # fmt: skip
