@@ -15,8 +15,8 @@ contains `models`, and its bash blocks run too. The tests provide the folder and
 
 A file whose first line is `<!-- with vLLM -->` runs in the environment of tools/vllm_env.py, by tests/vllm.
 
-A file whose first line is `<!-- with the tools of others -->` runs in the environment of tools/clients_env.py, by
-tests/e2e/integrations.
+A file whose first line is `<!-- with the tools of others -->` runs in the environment of
+tools/clients_env.py, by tests/e2e/integrations.
 
 A file whose first line is `<!-- programs of examples/ -->` shows whole programs. tests/e2e/examples runs each
 in its own process, and compares code and output with the page.
