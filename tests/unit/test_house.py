@@ -15,7 +15,7 @@ import descant
 ROOT = Path(descant.__file__).resolve().parent
 FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
-TOP = {"__init__.py", "errors.py", "parts.py", "py.typed"}
+TOP = {"__init__.py", "__init__.pyi", "errors.py", "parts.py", "py.typed"}
 PACKAGES, LINES, FUNCTION = 14, 450, 60
 
 
@@ -165,6 +165,10 @@ def test_the_repository_has_no_links() -> None:
     if not (checkout / ".git").exists():
         pytest.skip("not a git checkout")
     listed = subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "--stage"], cwd=checkout, check=True, capture_output=True, text=True
+        ["git", "-c", "safe.directory=*", "ls-files", "--stage"],
+        cwd=checkout,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout
     assert [line for line in listed.splitlines() if line.startswith("120000")] == []

@@ -7,7 +7,8 @@ import json
 import pytest
 
 import descant as package
-from descant.cli import generate, terminal
+from descant.cli import terminal
+from descant.cli.stream_printer import StreamPrinter
 from descant.models.loading import load
 from tests.support.pretrained import folder
 
@@ -93,7 +94,7 @@ def test_without_a_template_there_is_no_chat(descant, stories):
     for command in ("generate", "chat"):
         result = descant(command, stories, *(["Who?", "--chat"] if command == "generate" else []))
         assert result.exit_code == 2
-        assert result.stderr.startswith("error: `model` must have a chat template in its tokenizer, got ")
+        assert result.stderr.startswith("error: MODEL must have a chat template in its tokenizer, got ")
         assert "use `descant generate` without --chat" in result.stderr
 
 
@@ -130,14 +131,14 @@ def test_a_stop_string_is_not_shown(descant, stories):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "`prompt` must come from PROMPT or --input, got 'neither': give one of them"),
-        ((PROMPT, "--input", "-"), "`prompt` must come from PROMPT or --input, got 'PROMPT and --input'"),
-        ((PROMPT, "--logprobs", 2), "`logprobs` has no use where only text is shown, got 2: add --output -"),
+        ((), "PROMPT must be given, or --input, got 'neither': give one of them"),
+        ((PROMPT, "--input", "-"), "PROMPT must be given, or --input, got 'PROMPT and --input'"),
+        ((PROMPT, "--logprobs", 2), "--logprobs has no use where only text is shown, got 2: add --output -"),
         ((PROMPT, "--return-dict-in-generate", "--output-scores"), "has no use where text is written"),
-        ((PROMPT, "--input=-", "--output=x"), "`prompt` must come from PROMPT or --input"),
-        (("--input", "nowhere.jsonl"), "`input` must be a file that can be opened (No such file"),
-        ((PROMPT, "--output", "nowhere/x"), "`output` must be a file that can be opened (No such file"),
-        ((PROMPT, "--max-length", 2), "`max_length` must be > the 5 tokens of the prompt, got 2"),
+        ((PROMPT, "--input=-", "--output=x"), "PROMPT must be given, or --input"),
+        (("--input", "nowhere.jsonl"), "--input must be a file that can be opened (No such file"),
+        ((PROMPT, "--output", "nowhere/x"), "--output must be a file that can be opened (No such file"),
+        ((PROMPT, "--max-length", 2), "--max-length must be > the 5 tokens of the prompt, got 2"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(descant, stories, options, message):
@@ -151,7 +152,7 @@ def test_a_row_that_cannot_go_on_exits_1(descant, stories):
     everything = ",".join(map(str, range(32000)))
     result = descant("generate", stories, PROMPT, "--begin-suppress-tokens", everything)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: `begin_suppress_tokens` must leave enough to choose from")
+    assert result.stderr.startswith("error: --begin-suppress-tokens must leave enough to choose from")
 
 
 def test_a_run_that_fails_exits_1(descant, stories, monkeypatch):
@@ -159,7 +160,7 @@ def test_a_run_that_fails_exits_1(descant, stories, monkeypatch):
         yield from ()
         raise RuntimeError("out of\nmemory")
 
-    monkeypatch.setattr(generate, "stream", failing)
+    monkeypatch.setattr("descant.api.stream.stream", failing)
     result = descant("generate", stories, PROMPT)
     assert (result.exit_code, result.stderr) == (1, "error: RuntimeError: out of memory\n")
 
@@ -174,7 +175,7 @@ def test_closing_is_not_forgotten(descant, stories, monkeypatch):
         finally:
             closed.append(True)
 
-    monkeypatch.setattr(generate, "stream", interrupted)
+    monkeypatch.setattr("descant.api.stream.stream", interrupted)
     result = descant("generate", stories, PROMPT)
     assert (result.exit_code, result.stdout, result.stderr, closed) == (130, "", "", [True])
 
@@ -198,7 +199,7 @@ def test_what_was_interrupted_is_recorded_as_far_as_it_came(descant, stories, tm
         raise KeyboardInterrupt
 
     file = tmp_path / "run.jsonl"
-    monkeypatch.setattr(generate.StreamPrinter, "print_event", interrupted)
+    monkeypatch.setattr(StreamPrinter, "print_event", interrupted)
     assert descant("generate", stories, PROMPT, "--trace", file).exit_code != 0
     trace = package.Trace.load(file)
     assert len(trace.steps) == 1
