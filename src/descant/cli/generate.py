@@ -13,6 +13,7 @@ import typer
 
 from descant.cli.grammar_command import GrammarCommand
 from descant.cli.jsonl_lines import InputLines
+from descant.config.generation_config import GenerationConfig
 from descant.core.atomic_file import require_writable
 from descant.errors import ConfigError, InputError
 
@@ -81,6 +82,7 @@ class GenerateCommand(GrammarCommand):
         """Stream one prompt to the terminal."""
         from descant.api.prompt import encode_prompt, user_messages
         from descant.api.stream import stream
+        from descant.cli.default_length import DefaultLengthNote
         from descant.cli.function_recipe import FunctionRecipe
         from descant.cli.stream_printer import StreamPrinter
 
@@ -89,7 +91,9 @@ class GenerateCommand(GrammarCommand):
         request_args = (
             encode_prompt(tokenizer, user_messages(text) if self.chat else text) | self.request_extras()
         )
-        printer, file_config = StreamPrinter(), self.file_config()
+        printer, file_config, length_note = StreamPrinter(), self.file_config(), DefaultLengthNote()
+        model_config = GenerationConfig.from_transformers(model.generation_config)
+        merged = GenerationConfig.merge(self.parameters, file_config, model_config)
         function = FunctionRecipe.from_request(request_args, model, tokenizer)
         if function is not None and self.trace is not None:
             requirement = "is not supported with a recipe that is a function"
@@ -105,8 +109,10 @@ class GenerateCommand(GrammarCommand):
             try:
                 for event in events:
                     printer.print_event(event)
+                    length_note.add(merged, event.finish_reason)
             finally:
                 printer.end_line()
+        length_note.print_if_due()
         return 0
 
     @contextlib.contextmanager

@@ -42,7 +42,8 @@ def continued(model, tokenizer, prompt, chat=False, **parameters):
 def test_the_text_is_the_calls(descant, loaded, stories, options, parameters):
     result = descant("generate", stories, PROMPT, *options)
     [text] = continued(*loaded(stories), PROMPT, **parameters)
-    assert (result.exit_code, result.stdout, result.stderr) == (0, text + "\n", "")
+    note = "" if parameters.keys() & {"max_length", "max_new_tokens"} else NOTE
+    assert (result.exit_code, result.stdout, result.stderr) == (0, text + "\n", note)
 
 
 def test_several_sequences_come_one_after_the_other(descant, loaded, stories):
@@ -217,3 +218,28 @@ def test_a_record_without_a_run_is_none(descant, stories, tmp_path):
         assert "has no use with --input and --output" in result.stderr
     result = descant("generate", stories, PROMPT, "--trace", tmp_path / "no" / "run.jsonl")
     assert "must be a file that can be opened" in result.stderr
+
+
+# ----------------------------------------------------------------------------- the default length
+NOTE = "stopped at the default of 20 new tokens: set --max-new-tokens\n"
+
+
+def test_a_text_that_the_default_length_cuts_says_so_once(descant, stories, tmp_path):
+    result = descant("generate", stories, PROMPT)
+    assert (result.exit_code, result.stderr) == (0, NOTE)
+    assert descant("generate", stories, PROMPT, "--num-beams", 2, "--num-return-sequences", 2).stderr == NOTE
+    lines = '{"prompt": "Once"}\n' * 3
+    result = descant("generate", stories, "--input", "-", "--output", tmp_path / "out.jsonl", input=lines)
+    assert (result.exit_code, result.stderr) == (0, NOTE)
+
+
+def test_a_length_that_somebody_has_set_is_no_default(descant, stories, tmp_path):
+    package.GenerationConfig(max_new_tokens=4).save_pretrained(tmp_path)
+    for given in (("--max-new-tokens", 4), ("--max-length", 9), ("--config", tmp_path)):
+        assert descant("generate", stories, PROMPT, *given).stderr == ""
+    line = '{"prompt": "Once", "max_new_tokens": 3}\n'
+    assert descant("generate", stories, "--input", "-", "--output", "-", input=line).stderr == ""
+
+
+def test_a_text_that_ends_by_itself_is_not_cut(descant, stories):
+    assert descant("generate", stories, PROMPT, "--stop-strings", ",").stderr == ""

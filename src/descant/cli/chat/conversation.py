@@ -12,6 +12,7 @@ from descant.api.chat_prompt import ChatPrompt
 from descant.api.prompt import Message, user_messages
 from descant.api.stream import stream
 from descant.cli import options, terminal
+from descant.cli.default_length import LENGTH_FIELDS
 from descant.cli.function_recipe import FunctionRecipe
 from descant.cli.stream_printer import StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
@@ -23,7 +24,6 @@ from descant.errors import ConfigError, DescantError, InputError
 __all__ = ["Conversation", "check_values", "input_lines", "is_interactive"]
 
 DEFAULT_NEW_TOKENS: Final = 512  # per reply, if no length is given
-LENGTH_FIELDS: Final = frozenset({"max_new_tokens", "max_length"})
 
 HELP: Final = """\
 /set FIELD=VALUE   change a generation parameter, written as on the command line
