@@ -10,8 +10,6 @@ import typer
 from descant.cli import terminal
 from descant.cli.command import ConfigCommand
 from descant.config.generation_config import GenerationConfig
-from descant.engine.planner import as_model
-from descant.models.loading import load_meta_model
 
 __all__ = ["ExplainCommand"]
 
@@ -33,6 +31,9 @@ class ExplainCommand(ConfigCommand):
         if self.model is None:
             merged, model_interface = GenerationConfig.merge(self.values, file_config), None
         else:
+            from descant.engine.planner import as_model
+            from descant.models.loading import load_meta_model
+
             model = load_meta_model(self.model)
             model_config = GenerationConfig.from_transformers(model.generation_config)
             # The adapter, not the model: the model's config would be merged a second time.

@@ -16,12 +16,12 @@ import transformers
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from descant.config.dtype_names import DTYPES
 from descant.errors import DescantError, InputError, UnsupportedModel, format_value
 from descant.models.error_text import first_line
 from descant.models.weight_files import WeightFiles
 
 __all__ = [
-    "DTYPES",
     "check_device",
     "load",
     "load_meta_model",
@@ -30,7 +30,6 @@ __all__ = [
     "silence_transformers",
 ]
 
-DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _MAX_CONFIG_BYTES: Final = 4 * 2**20
 _MAX_CONFIG_VALUES: Final = 2**16  # transformers copies and checks each value many times
 
