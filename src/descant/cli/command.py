@@ -92,7 +92,9 @@ class DecodingCommand(ConfigCommand):
 
     takes_speech: ClassVar[bool] = False  # whether it can use Whisper models
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a name on the Hub.")
+    ]
     dtype: Annotated[
         str | None, typer.Option(help=f"Precision of the weights: {', '.join(DTYPES)} (as stored).")
     ] = None

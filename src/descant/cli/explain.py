@@ -22,7 +22,8 @@ class ExplainCommand(ConfigCommand):
     """
 
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a name on the Hub."),
     ] = None
 
     def run(self) -> int:

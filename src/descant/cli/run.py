@@ -53,7 +53,8 @@ class RunCommand(ConfigCommand):
         ),
     ] = False
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="A model's folder, or its name on the hub.")
+        str | None,
+        typer.Option(metavar="MODEL", help="A folder, a GGUF file, or a name on the Hub."),
     ] = None
     source: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="A file of rows; may be repeated.")
