@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -59,10 +60,19 @@ def shards(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+def command_of(process: str) -> str:
+    """The command line of a process."""
+    return Path(f"/proc/{process}/cmdline").read_text()
+
+
 def children() -> list[int]:
-    """The workers of this process."""
-    tasks = Path("/proc/self/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    """The workers of this process; it has other children, such as the fork server of the tests."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread, or a child, that has ended meanwhile
+            processes = (task / "children").read_text().split()
+            found += [int(child) for child in processes if "worker_process" in command_of(child)]
+    return found
 
 
 def test_any_number_of_workers_and_any_kill_give_the_same_bytes(make_job, tmp_path) -> None:
