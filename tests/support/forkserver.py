@@ -268,7 +268,9 @@ if __name__ == "__main__":
         for entry in commands.values():
             entry.load()
     import descant.cli.application
-    import descant.cli.chat.conversation
+    import descant.cli.chat.chat_commands
+    import descant.cli.chat.line_input
+    import descant.cli.chat.rescue
     import descant.cli.jsonl
     import descant.jobs  # noqa: F401
 

@@ -41,6 +41,11 @@ class ChatCommand(GrammarCommand):
         ),
     ] = None
 
+    no_history: Annotated[
+        bool,
+        typer.Option("--no-history", metavar="", help="Neither read nor write the file of typed lines."),
+    ] = False
+
     @cached_property
     def tool_list(self) -> Any:
         """The functions of `--tools`, as given."""
@@ -61,16 +66,23 @@ class ChatCommand(GrammarCommand):
         """Answer until the input ends."""
         from descant.api.chat_prompt import ChatPrompt
         from descant.api.prompt import require_chat_template
-        from descant.cli.chat.conversation import Conversation, check_values, input_lines, is_interactive
+        from descant.cli.chat.chat_commands import ChatCommands
+        from descant.cli.chat.conversation import Conversation, check_values
+        from descant.cli.chat.line_input import input_lines, is_interactive
+        from descant.cli.chat.rescue import rescued
 
         check_values(self.values)
         model, tokenizer = self.load()
         require_chat_template(tokenizer, self.model)
-        prompt = ChatPrompt(tokenizer, self.system, self.tool_list)
-        conversation = Conversation(model, prompt, self.file_config(), self.parameters, self.request_extras())
+        prompt, interactive = ChatPrompt(tokenizer, self.system, self.tool_list), is_interactive()
+        conversation = Conversation(
+            model, prompt, self.file_config(), self.parameters, self.request_extras(), interactive
+        )
+        commands = ChatCommands(conversation)
         terminal.print_info("/help lists commands, /exit leaves")
-        for line in input_lines():
-            if not conversation.handle_line(line):
-                break
+        with rescued(conversation):
+            for line in input_lines(keeps_history=not self.no_history):
+                if not commands.handle_line(line):
+                    break
         # The exit code is for programs: a user has seen the error.
-        return FAILURE if conversation.has_failed and not is_interactive() else 0
+        return FAILURE if commands.has_failed and not interactive else 0

@@ -1,11 +1,11 @@
-"""A conversation: its messages, and the parameters of the next reply."""
+"""A conversation: its messages, the parameters of the next reply, and the replies of the model."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from descant.api.chat_prompt import ChatPrompt
@@ -18,24 +18,18 @@ from descant.cli.stream_printer import StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
 from descant.decoding.grammars.tool_calls import ToolCall, parse_tool_calls
-from descant.engine.planner import as_model
-from descant.errors import ConfigError, DescantError, InputError
+from descant.errors import ConfigError, InputError
 
-__all__ = ["Conversation", "check_values", "input_lines", "is_interactive"]
+__all__ = ["Conversation", "check_values"]
 
 DEFAULT_NEW_TOKENS: Final = 512  # per reply, if no length is given
 
-HELP: Final = """\
-/set FIELD=VALUE   change a generation parameter, written as on the command line
-/config            show what would run, and where each value comes from
-/reset             start a new conversation
-/exit              leave
-/help              show this
-"""
-
 
 class Conversation:
-    """The messages so far, and the generation parameters of the next reply."""
+    """The messages so far, and the generation parameters of the next reply.
+
+    `is_interactive`: an interrupt ends a reply, whose text so far is kept; else it ends the run.
+    """
 
     def __init__(
         self,
@@ -44,14 +38,14 @@ class Conversation:
         file_config: GenerationConfig | None,
         values: Mapping[str, Any],
         request_extras: Mapping[str, Any] | None = None,
+        is_interactive: bool = False,
     ) -> None:
         self.model, self.prompt, self.file_config = model, prompt, file_config
-        self.request_extras = dict(request_extras or {})
+        self.request_extras, self.is_interactive = dict(request_extras or {}), is_interactive
         self.model_config = GenerationConfig.from_transformers(model.generation_config)
         self.messages: list[Message] = []
         self.calls: list[ToolCall] = []  # of the last reply, whose results come next
         self.results: list[Message] = []  # of the first of these calls
-        self.has_failed = False
         given_fields = {
             *values,
             *(() if file_config is None else file_config.given),
@@ -62,54 +56,91 @@ class Conversation:
             **values,
         }
 
-    def handle_line(self, line: str) -> bool:
-        """Reply to a line or run it as a command; whether to continue."""
-        line = line.strip()
-        if line == "/exit":
-            return False
-        try:
-            if line.startswith("/"):
-                self._run_command(line)
-            elif line and self.calls:
-                self._add_result(line)
-            elif line:
-                self._generate_reply(user_messages(line))
-        except DescantError as error:
-            self.has_failed = True
-            terminal.print_error(error)
+    # -------------------------------------------------------------------- turns
+    def take_turn(self, text: str) -> None:
+        """Reply to a user, or take the result of the next call of a function."""
         if self.calls:
-            call = self.calls[len(self.results)]
-            arguments = json.dumps(call.arguments, ensure_ascii=False)
-            terminal.print_info(f"{call.name}({arguments}): the next line is its result")
-        return True
-
-    def _run_command(self, line: str) -> None:
-        command, _, rest = line.partition(" ")
-        if command == "/set":
-            self._set(rest)
-        elif command == "/config":
-            merged = GenerationConfig.merge(self.values, self.file_config, self.model_config)
-            terminal.print_info(merged.explain(as_model(self.model)))
-        elif command == "/reset":
-            self.messages, self.calls, self.results = [], [], []
-        elif command == "/help":
-            terminal.print_info(HELP.rstrip())
+            self._add_result(text)
         else:
-            raise InputError("command", "must be one of /set, /config, /reset, /exit, /help", command)
+            self._generate_reply(user_messages(text))
 
-    def _set(self, text: str) -> None:
-        name, equals, value = (part.strip() for part in text.partition("="))
-        name = name.removeprefix("--").replace("-", "_")
-        if not equals:
-            raise InputError("/set", "must be FIELD=VALUE", text, "for instance /set temperature=0.7")
+    def regenerate(self) -> bool:
+        """Reply again to what the last reply answers; whether the reply is another.
+
+        After an error the old reply is there.
+        """
+        messages, calls, results = list(self.messages), self.calls, self.results
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not messages:
+            raise InputError("/regenerate", "needs a reply before it", "an empty conversation")
+        before = len(messages)
+        while before and messages[before - 1]["role"] != "assistant":
+            before -= 1
+        kept, self.messages = self.messages, messages[:before]
+        self.calls, self.results = [], []
+        try:
+            self._generate_reply(messages[before:])
+        except BaseException:
+            self.messages, self.calls, self.results = kept, calls, results
+            raise
+        return self.messages != kept
+
+    def undo(self) -> str:
+        """Remove the last turn of the user and all that follows it; returns its text."""
+        users = [index for index, message in enumerate(self.messages) if message["role"] == "user"]
+        if not users:
+            raise InputError("/undo", "needs a turn before it", "an empty conversation")
+        removed = str(self.messages[users[-1]]["content"])
+        self.replace_messages(self.messages[: users[-1]])
+        return removed
+
+    def replace_messages(self, messages: Sequence[Message]) -> None:
+        """Continue with other messages; calls that wait for results are dropped."""
+        self.messages, self.calls, self.results = list(messages), [], []
+
+    def set_system(self, text: str | None) -> None:
+        """Change the system prompt of the next reply."""
+        self.prompt = dataclasses.replace(self.prompt, system=text)
+
+    @property
+    def question(self) -> str | None:
+        """What the next line is asked for, if it is the result of a call."""
+        if not self.calls:
+            return None
+        call = self.calls[len(self.results)]
+        return f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)}): the next line is its result"
+
+    # -------------------------------------------------------------------- parameters
+    def merged_config(self) -> GenerationConfig:
+        """What would run."""
+        return GenerationConfig.merge(self.values, self.file_config, self.model_config)
+
+    def set_parameter(self, name: str, text: str) -> None:
+        """Change a parameter, written as on the command line; on an error nothing changes.
+
+        A parameter of sampling also switches sampling on, unless somebody has switched it off.
+        """
         if name not in options.cli_fields():
-            raise unknown_field_error(name, value) if name not in FIELDS else _not_settable_error(name, value)
-        values = options.override_values(self.values, {name: options.parse_value(FIELDS[name], [value])})
+            raise unknown_field_error(name, text) if name not in FIELDS else _not_settable_error(name, text)
+        change = {name: options.parse_value(FIELDS[name], [text])}
+        try:
+            self.replace_values(options.override_values(self.values, change))
+        except ConfigError as error:
+            given = {*self.values, *(() if self.file_config is None else self.file_config.given)}
+            if error.field != name or "`do_sample`" not in error.must or "do_sample" in given:
+                raise
+            self.replace_values(options.override_values(self.values, {**change, "do_sample": True}))
+            terminal.print_info(f"do_sample=true is set too: {name} has no use without it")
+
+    def replace_values(self, values: Mapping[str, Any]) -> None:
+        """Continue with other parameters; raises for those that cannot run."""
         options.reject_tensor_fields(values)
         check_values(values)
         GenerationConfig.merge(values, self.file_config, self.model_config)
-        self.values = values
+        self.values = dict(values)
 
+    # -------------------------------------------------------------------- replies
     def _add_result(self, text: str) -> None:
         """Take the result of the next call, and reply to the results of all; on an error none are kept."""
         call = self.calls[len(self.results)]
@@ -127,38 +158,25 @@ class Conversation:
         request_args = self.prompt.encode(turns) | self.request_extras
         printer, parts = StreamPrinter(), []
         function = FunctionRecipe.from_request(request_args, self.model, tokenizer)
-        with contextlib.closing(
-            stream(self.model, None, tokenizer, self.file_config, **request_args, **values)
-            if function is None
-            else function.stream_events(request_args, self.file_config, values)
-        ) as events:
-            try:
+        try:
+            with contextlib.closing(
+                stream(self.model, None, tokenizer, self.file_config, **request_args, **values)
+                if function is None
+                else function.stream_events(request_args, self.file_config, values)
+            ) as events:
                 for event in events:
                     printer.print_event(event)
                     parts.append(event.text or "")
-            except KeyboardInterrupt:
-                if not is_interactive():
-                    raise
-                # The reply ends here and is kept.
-            finally:
-                printer.end_line()
+        except KeyboardInterrupt:
+            if not self.is_interactive or not parts:
+                raise
+            # The reply ends here and is kept.
+        finally:
+            printer.end_line()
         # A call stays in the text as it was generated: templates differ in how they write calls.
         text = "".join(parts)
         self.messages = [*turns, {"role": "assistant", "content": text}]
         self.calls = parse_tool_calls(text)[1] if self.prompt.tools else []
-
-
-def _with_free_tool_choice(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Parameters of a reply to results, which may be text even where calls are required."""
-    grammar = values.get("grammar")
-    if not isinstance(grammar, Mapping) or "tools" not in grammar:
-        return values
-    return {**values, "grammar": {**grammar, "tool_choice": "auto"}}
-
-
-def is_interactive() -> bool:
-    """Whether standard input is a terminal."""
-    return sys.stdin.isatty()
 
 
 def check_values(values: Mapping[str, Any]) -> None:
@@ -170,20 +188,12 @@ def check_values(values: Mapping[str, Any]) -> None:
         raise ConfigError("logprobs", "has no use in a conversation", values["logprobs"], "leave it out")
 
 
-def input_lines() -> Iterator[str]:
-    """Lines typed at a prompt, or lines of a pipe."""
-    if not is_interactive():
-        for line in sys.stdin:  # noqa: UP028 - delegating would close standard input with the iterator
-            yield line
-        return
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - lets `input` edit and recall lines
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            terminal.write("\n")
-            return
+def _with_free_tool_choice(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Parameters of a reply to results, which may be text even where calls are required."""
+    grammar = values.get("grammar")
+    if not isinstance(grammar, Mapping) or "tools" not in grammar:
+        return values
+    return {**values, "grammar": {**grammar, "tool_choice": "auto"}}
 
 
 def _not_settable_error(name: str, value: str) -> ConfigError:
