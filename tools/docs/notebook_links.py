@@ -1,7 +1,7 @@
 """Links that open a notebook of examples/notebooks in Colab and on Kaggle.
 
-As a mkdocs hook it replaces the comments `<!-- notebook: NAME -->`. The address of the repository is `repo_url`
-of mkdocs.yml, so that no page repeats it.
+As a mkdocs hook it replaces the comments `<!-- notebook: NAME -->`. The address of the repository is
+`repo_url` of mkdocs.yml, so that no page repeats it.
 """
 
 import re
