@@ -1,9 +1,9 @@
 """Descant's exceptions: every error says what must be, what was given, and what to do.
 
 DescantError (Exception)
-├── ConfigError (ValueError)        a generation parameter is wrong; `.field` names it
+├── ConfigError (ValueError)        a generation parameter is wrong; `.field`, `.must`, `.got`, `.do`
 │   └── NotInThisVersion            a documented parameter that this version does not support
-├── InputError (ValueError)         a tensor or another argument is wrong; `.field` names it
+├── InputError (ValueError)         a tensor or another argument is wrong; `.field`, `.must`, `.got`, `.do`
 ├── UnsupportedModel (ValueError)   the model is not supported, or not with this method
 ├── NotEnoughMemory (MemoryError)   the cache would not fit; `.needed`, `.free` in bytes, `.fitting` caches
 ├── RecipeError (ValueError)        a recipe cannot be loaded or run; `.recipe` is its name
@@ -25,7 +25,7 @@ DescantError (Exception)
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Self, cast
 
 __all__ = [
     "ChangedRecipe",
@@ -104,20 +104,31 @@ class _FieldError(DescantError, ValueError):
     """An error about a named value: "`field` must ..., got value: do this"."""
 
     field: FieldNames
+    must: str
+    got: str  # the value as text
+    do: str
 
     def __init__(self, field: FieldNames, must: str, got: object, do: str = "") -> None:
-        self.field = field
+        self._set_parts(field, must, format_value(got), do)
+
+    def _set_parts(self, field: FieldNames, must: str, got: str, do: str) -> None:
+        self.field, self.must, self.got, self.do = field, must, got, do
         name = field if isinstance(field, str) else field[0]
-        super().__init__(f"`{name}` {must}, got {format_value(got)}" + (f": {do}" if do else ""))
+        self.args = (f"`{name}` {must}, got {got}" + (f": {do}" if do else ""),)
+
+    def with_hint(self, hint: str) -> Self:
+        """The same error with one more sentence."""
+        do = f"{self.do} ({hint})" if self.do else hint
+        return cast(Self, _rebuild(type(self), self.field, self.must, self.got, do))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default calls the class with `args`, which hold the message and not its parts.
-        return _rebuild, (type(self), self.field, str(self))
+        return _rebuild, (type(self), self.field, self.must, self.got, self.do)
 
 
-def _rebuild(kind: type[_FieldError], field: FieldNames, message: str) -> _FieldError:
-    error = kind.__new__(kind, message)
-    error.field = field
+def _rebuild(kind: type[_FieldError], *parts: Any) -> _FieldError:
+    error = kind.__new__(kind)
+    error._set_parts(*parts)
     return error
 
 

@@ -260,8 +260,17 @@ if __name__ == "__main__":
     import transformers  # noqa: F401 - imported once for all programs
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
 
-    import descant.cli
-    import descant.testing  # noqa: F401
+    import descant.testing
+    from descant import *  # noqa: F403 - all that a program could use
+    from descant.cli.command_table import COMMAND_GROUPS, COMMANDS
+
+    for commands in (COMMANDS, *(grouped for _, grouped in COMMAND_GROUPS.values())):
+        for entry in commands.values():
+            entry.load()
+    import descant.cli.application
+    import descant.cli.chat.conversation
+    import descant.cli.jsonl
+    import descant.jobs  # noqa: F401
 
     gc.freeze()  # no program traverses, and so copies, what the imports made
     _serve(sys.argv[1])

@@ -45,8 +45,10 @@ def path_of(package: str, name: str) -> str:
     module = getattr(thing, "__module__", "")
     if str(module).partition(".")[0] == "descant":
         return f"{module}.{name}"
-    # An alias has no `__module__`; the import in the package gives its module.
-    tree = ast.parse(Path(str(importlib.import_module(package).__file__)).read_text(encoding="utf-8"))
+    # An alias has no `__module__`; the import in the package, or in its stub, gives its module.
+    source = Path(str(importlib.import_module(package).__file__))
+    stub = source.with_suffix(".pyi")
+    tree = ast.parse((stub if stub.exists() else source).read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(one.name == name for one in node.names):
             return f"{node.module}.{name}"
@@ -147,6 +149,7 @@ def commands() -> str:
             for name, below in command.commands.items():
                 yield from sections(below, (*path, name))
             return
+        command = command.load()
         yield f"## {' '.join(path)}\n\n{' '.join((command.help or '').split())}\n"
         known = [one for one in command.params if one.name not in FIELDS and one.name != "help"]
         if known:

@@ -15,6 +15,9 @@ contains `models`, and its bash blocks run too. The tests provide the folder and
 
 A file whose first line is `<!-- with vLLM -->` runs in the environment of tools/vllm_env.py, by tests/vllm.
 
+A file whose first line is `<!-- with the tools of others -->` runs in the environment of
+tools/clients_env.py, by tests/e2e/integrations.
+
 A file whose first line is `<!-- programs of examples/ -->` shows whole programs. tests/e2e/examples runs each
 in its own process, and compares code and output with the page.
 """
@@ -41,6 +44,7 @@ LANGUAGES = frozenset({"python", "text", "bash", "toml", "json", "yaml"})
 ISOLATED = "<!-- in a folder of its own -->"
 PROGRAMS = "<!-- programs of examples/ -->"
 WITH_VLLM = "<!-- with vLLM -->"
+WITH_CLIENTS = "<!-- with the tools of others -->"
 BEFORE = "<!-- on transformers 4.52.4 -->"
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<info>.*)$")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -111,6 +115,11 @@ def is_isolated(path: Path) -> bool:
 def needs_vllm(path: Path) -> bool:
     """Whether a file runs in the environment with vLLM."""
     return path.read_text(encoding="utf-8").startswith(WITH_VLLM)
+
+
+def needs_clients(path: Path) -> bool:
+    """Whether a file runs in the environment with the tools of others."""
+    return path.read_text(encoding="utf-8").startswith(WITH_CLIENTS)
 
 
 def is_programs(path: Path) -> bool:

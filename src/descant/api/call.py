@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from os import PathLike
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from descant.api.config_merge import merge_config
 from descant.api.inputs import RaggedPrompts, prepare_prompts
+from descant.api.per_prompt import adapter_names_of, negative_prompts
 from descant.api.user_cache import UserCache, return_cache
 from descant.config.fields import thaw
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
@@ -34,7 +36,6 @@ __all__ = [
     "Call",
     "CallOptions",
     "as_tuple",
-    "bind_inputs",
     "engine_or_model",
     "merge_configs",
     "num_rows",
@@ -66,6 +67,7 @@ class CallOptions:
     recipe: Recipe | None = None  # a third-party strategy, drafter, wrapper or processor
     tracer: Tracer | None = None  # records the run
     counts_padding: bool = False  # whether `max_length` and `min_length` include the padding of the batch
+    adapter_names: Any = None  # of PEFT: one for all prompts, or a list with one for each
     scheduler: SchedulerConfig | None = None  # the budgets of the call; None: all prompts run at once
 
     @classmethod
@@ -76,11 +78,15 @@ class CallOptions:
         fields: Mapping[str, Any],
         *,
         use_model_defaults: bool = True,
+        lenient: bool = False,
         **options: Any,
     ) -> CallOptions:
-        """The options of a call with the config `argument` and the config fields `fields`."""
+        """The options of a call with the config `argument` and the config fields `fields`.
+
+        If `lenient`, values without effect that transformers 4.52.4 ignores are ignored.
+        """
         list_argument = "generation_config" if isinstance(argument, list | tuple) else "seed"
-        configs = merge_configs(model, argument, fields, use_model_defaults)
+        configs = merge_configs(model, argument, fields, use_model_defaults, lenient)
         return cls(configs, list_argument=list_argument, **options)
 
     @property
@@ -90,7 +96,11 @@ class CallOptions:
 
 
 def merge_configs(
-    model: Any, argument: Any, fields: Mapping[str, Any], use_model_defaults: bool = True
+    model: Any,
+    argument: Any,
+    fields: Mapping[str, Any],
+    use_model_defaults: bool = True,
+    lenient: bool = False,
 ) -> list[GenerationConfig]:
     """The effective configs: one for all prompts, or one each if the argument or the seed is a list.
 
@@ -110,7 +120,7 @@ def merge_configs(
         if key not in merged:
             # The model's own config passed as the argument counts as the model's: unused values are allowed.
             explicit = None if config is model_config else config
-            merged[key] = merge_config(call, explicit, model_config, use_model_defaults)
+            merged[key] = merge_config(call, explicit, model_config, use_model_defaults, lenient)
         configs.append(merged[key])
     _validate_shared_fields(configs)
     return configs
@@ -164,6 +174,7 @@ class Call:
         if self.user_cache is not None and traits.cache_type == "kv" and not traits.is_encoder_decoder:
             self.user_cache.check_model(model)  # other models are refused with the reason at admission
         self.request_ids: list[int] = []
+        self.prompt_ids: list[list[int]] = []  # of each prompt as it is fed, where there is a tokenizer
         self.configs: list[GenerationConfig] = []
         self.healed_suffixes: list[HealedSuffix] = []  # the tokens that healing removed from each prompt
 
@@ -172,7 +183,7 @@ class Call:
         options = self.options
         # Arguments of the call win over those in the config.
         inputs = {**thaw(options.config.generation_kwargs), **inputs}
-        negative = _negative_prompts(
+        negative = negative_prompts(
             inputs.pop(NEGATIVE_PROMPT_KEY, None), inputs.pop("negative_prompt_attention_mask", None)
         )
         prompts = prepare_prompts(inputs, options.config, self.session.traits, self.session.device)
@@ -201,6 +212,8 @@ class Call:
         prompts = prompts.drop_last_tokens(
             [len(suffix) for suffix in self.healed_suffixes], pad_token_id(options.config)
         )
+        if options.tokenizer is not None:
+            self.prompt_ids = [prompts.prompt(index).tolist() for index in range(len(prompts))]
         requests = self._requests(prompts, full_prompts, cached_rows)
         noise_rows = sum(num_rows(config) for config in self.configs)
         self.request_ids = self.session.admit(*requests, noise_rows=noise_rows)
@@ -228,6 +241,7 @@ class Call:
         draws_alone = is_strategy_recipe or scheduler is not None
         first_row, requests = 0, []
         batch_size = self._num_fixed_rows()
+        adapter_names = adapter_names_of(options.adapter_names, len(self.configs))
         for index, config in enumerate(self.configs):
             requests.append(
                 Request(
@@ -242,6 +256,7 @@ class Call:
                     past_key_values=cached_rows[index],
                     recipe=options.recipe,
                     return_past_key_values=keep_cache,
+                    adapter_name=adapter_names[index],
                     prompt_index=index,
                     padded_width=prompts.padded_ids.shape[1],
                     counted_width=prompts.width if options.counts_padding else 0,
@@ -315,6 +330,9 @@ class Call:
 def engine_or_model(model: Any, engine: Any) -> Any:
     """What runs a call: the engine where one is given, else the model."""
     if engine is None:
+        if model is None or isinstance(model, str | PathLike):
+            do = "load it first, for instance with transformers.AutoModelForCausalLM.from_pretrained"
+            raise InputError("model", "must be a model", model, do)
         return model
     if model is not None:
         must = "must be None beside `engine`, which has a model of its own"
@@ -352,24 +370,6 @@ def _requested_cache(config: GenerationConfig, user_cache: UserCache | None) -> 
         must = "must not be given with `past_key_values`, which sets the cache type"
         raise ConfigError("cache_implementation", must, config.cache_implementation, do)
     return user_cache.empty_like()
-
-
-def _negative_prompts(ids: Any, mask: Any) -> list[Tensor] | None:
-    """Negative prompts [B, L] as rows without padding."""
-    if ids is None:
-        if mask is not None:
-            do = "leave it out"
-            raise InputError(
-                "negative_prompt_attention_mask", f"has no use without `{NEGATIVE_PROMPT_KEY}`", mask, do
-            )
-        return None
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
-        raise InputError(NEGATIVE_PROMPT_KEY, "must be [batch, length] of ids", ids)
-    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
-        raise InputError(
-            "negative_prompt_attention_mask", f"must have the shape of `{NEGATIVE_PROMPT_KEY}`", mask
-        )
-    return [row if mask is None else row[mask[index].bool()] for index, row in enumerate(ids)]
 
 
 def _apply_max_length_criteria(
@@ -413,22 +413,6 @@ def as_tuple(name: str, given: Any) -> tuple[Any, ...]:
     if not isinstance(given, list | tuple):
         raise InputError(name, "must be a list of callables", given)
     return tuple(given)
-
-
-def bind_inputs(model: Any, inputs: Any, others: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's inputs, with `inputs` under the name that the model uses."""
-    given = dict(others)
-    if inputs is None:
-        return given
-    main = getattr(model, "main_input_name", "input_ids")
-    if main != "input_ids" and isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
-        return {**given, main: inputs}
-    if not isinstance(inputs, torch.Tensor) or inputs.ndim not in (2, 3):
-        raise InputError("inputs", "must be [batch, length] of ids or [batch, length, size]", inputs)
-    name = "inputs_embeds" if inputs.ndim == 3 else "input_ids"
-    if given.get(name) is not None:
-        raise InputError(name, "must not be given with `inputs`, which is the same argument", given[name])
-    return {**given, name: inputs}
 
 
 def num_rows(config: GenerationConfig) -> int:

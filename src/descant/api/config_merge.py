@@ -21,7 +21,11 @@ _PLAIN_TYPES: Final = frozenset({bool, int, float, str})
 
 
 def merge_config(
-    call: Mapping[str, Any], argument: Any, model_config: Any, use_model_defaults: bool
+    call: Mapping[str, Any],
+    argument: Any,
+    model_config: Any,
+    use_model_defaults: bool,
+    lenient: bool = False,
 ) -> GenerationConfig:
     """The effective config of call arguments, a config given as argument and the model's; None: not given.
 
@@ -31,18 +35,19 @@ def merge_config(
         call_entries = _plain_entries(call)
         model_entries = () if model_config is None else _plain_entries(_config_values(model_config))
         if call_entries is not None and model_entries is not None:
-            return copy(_merge_plain(call_entries, model_entries, model_config is not None))  # it may change
+            # A copy, since it may change.
+            return copy(_merge_plain(call_entries, model_entries, model_config is not None, lenient))
     explicit, defaults = _as_generation_config(argument), _as_generation_config(model_config)
     if defaults is not None and explicit is not None and not use_model_defaults:
         defaults = defaults.only_special_tokens()
-    return GenerationConfig.merge(call, explicit, defaults)
+    return GenerationConfig.merge(call, explicit, defaults, lenient=lenient)
 
 
 @lru_cache(maxsize=256)
-def _merge_plain(call: _Entries, model: _Entries, has_model: bool) -> GenerationConfig:
+def _merge_plain(call: _Entries, model: _Entries, has_model: bool, lenient: bool) -> GenerationConfig:
     """The effective config of plain call arguments and a plain config of the model."""
     defaults = GenerationConfig.from_transformers(_as_values(model)) if has_model else None
-    return GenerationConfig.merge(_as_values(call), None, defaults)
+    return GenerationConfig.merge(_as_values(call), None, defaults, lenient=lenient)
 
 
 def _plain_entries(values: Mapping[str, Any]) -> _Entries | None:

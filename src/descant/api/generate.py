@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Final, NamedTuple
@@ -10,9 +11,13 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from descant.api.call import CallOptions, as_tuple, bind_inputs, engine_or_model, pop_recipe
+from descant.api.call import CallOptions, as_tuple, engine_or_model, pop_recipe
 from descant.api.generate_call import GenerateCall
+from descant.api.inputs import bind_inputs
+from descant.api.method_call import IGNORED_INPUTS, explain_pipeline, warn_unused
 from descant.api.outputs import GenerateOutput
+from descant.api.text_inputs import is_text, with_texts
+from descant.api.text_output import TextOutput, text_output
 from descant.api.whisper.call import TranscribeCall, transcribe
 from descant.config.generation_config import FIELDS
 from descant.engine.protocol import is_engine
@@ -22,10 +27,11 @@ from descant.models.hf_callback import config_from_hf, inputs_from_hf, is_hf_pre
 from descant.models.hf_generation_config import fill_defaults
 from descant.models.synced_gpus import synchronized_processes
 from descant.models.whisper import WhisperAdapter, whisper_adapter_of
+from descant.models.wrapped_model import gathered_model
 from descant.recipes.recipe import Recipe
 from descant.trace.tracer import Tracer
 
-__all__ = ["generate", "generate_counting_padding"]
+__all__ = ["generate", "generate_as_method"]
 
 
 def generate(  # noqa: PLR0913 - the documented order of arguments
@@ -43,8 +49,11 @@ def generate(  # noqa: PLR0913 - the documented order of arguments
     use_model_defaults: bool | None = None,
     custom_generate: Any = None,
     **kwargs: Any,
-) -> Tensor | GenerateOutput:
+) -> Tensor | GenerateOutput | TextOutput:
     """Continue prompts: `generate(model, **tokenizer(...), max_new_tokens=20, num_beams=4)`.
+
+    With a `tokenizer`, `inputs` may also be a text, messages, or a list of texts or of lists of messages.
+    Then the result is a `TextOutput`: `print(generate(model, "Once", tokenizer=tokenizer))`.
 
     Keyword arguments are fields of GenerationConfig, inputs of the model, and:
 
@@ -61,6 +70,9 @@ def generate(  # noqa: PLR0913 - the documented order of arguments
       until there is room; the order of results stays the same, and so do tokens, but for sampling without a
       `seed`. A prompt that can never fit raises `InputError`, more prompts than `max_waiting` raise
       `EngineFull`;
+    - `progress=True`: show a bar with the finished prompts and the tokens a second;
+    - `adapter_names`: the PEFT adapter of all prompts, or a list with one for each; "__base__" is none.
+      Without it the model's active adapter runs;
     - `engine`: a `descant.VLLM` that runs the requests; then `model` is None.
 
     `negative_prompt_ids` [B, L] are for guidance. With `use_model_defaults=False` a `generation_config` takes
@@ -84,12 +96,16 @@ def generate(  # noqa: PLR0913 - the documented order of arguments
     return _generate(model, named, kwargs)
 
 
-def generate_counting_padding(model: Any, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput:
-    """`generate` with lengths as documented for a model's method: `max_length` includes the padding."""
+def generate_as_method(model: Any, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput | TextOutput:
+    """`generate` as documented for a model's method.
+
+    `max_length` includes the padding, inputs that transformers ignores are ignored, and values without effect
+    that transformers 4.52.4 ignores are ignored with a warning.
+    """
     bound = _SIGNATURE.bind(model, *args, **kwargs)
     bound.apply_defaults()
     named = {name: value for name, value in bound.arguments.items() if name not in ("model", "kwargs")}
-    return _generate(model, named, bound.arguments["kwargs"], counts_padding=True)
+    return _generate(model, named, bound.arguments["kwargs"], is_method=True)
 
 
 _SIGNATURE: Final = signature(generate)
@@ -102,15 +118,17 @@ _KEYWORD_LIKE: Final = (
 
 
 def _generate(
-    model: Any, named: Mapping[str, Any], kwargs: Mapping[str, Any], counts_padding: bool = False
-) -> Tensor | GenerateOutput:
+    model: Any, named: Mapping[str, Any], kwargs: Mapping[str, Any], is_method: bool = False
+) -> Tensor | GenerateOutput | TextOutput:
     """Run a call with the arguments of the signature by name, and its keyword arguments."""
     given = {name: named[name] for name in _KEYWORD_LIKE if named[name] is not None}
-    kwargs = dict(kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if not (is_method and name in IGNORED_INPUTS)}
     model = engine_or_model(model, kwargs.pop("engine", None))
-    with synchronized_processes(model, named["synced_gpus"]):
+    with gathered_model(model) as model, synchronized_processes(model, named["synced_gpus"]):
         recipe, others = pop_recipe({**kwargs, **given})
-        scheduler = others.pop("scheduler", None)
+        scheduler, progress = others.pop("scheduler", None), others.pop("progress", None)
+        if progress not in (None, True, False):
+            raise InputError("progress", "must be True or False", progress)
         tracer = Tracer.from_argument(others.pop("trace", None), others.get("tokenizer"))
         args = _GenerateArgs(
             model,
@@ -124,19 +142,20 @@ def _generate(
             scheduler,
             others,
             named["use_model_defaults"],
-            counts_padding,
+            is_method,
+            bool(progress),
         )
         return _run_front_end(args)
 
 
-def _run_front_end(args: _GenerateArgs) -> Tensor | GenerateOutput:
+def _run_front_end(args: _GenerateArgs) -> Tensor | GenerateOutput | TextOutput:
     """Run a call by the first front end that matches, or as it is."""
     # The others are for models of certain kinds, and an engine is none.
     for front_end in _FRONT_ENDS[:1] if is_engine(args.model) else _FRONT_ENDS:
         adapter = front_end.match(args)
         if adapter is not None:
             _validate_arguments(front_end, args)
-            output: Tensor | GenerateOutput = front_end.run(args, adapter)
+            output: Tensor | GenerateOutput | TextOutput = front_end.run(args, adapter)
             return output
     return _run_call(args)
 
@@ -156,7 +175,8 @@ class _GenerateArgs:
     scheduler: SchedulerConfig | None
     others: dict[str, Any]  # config fields, model inputs, `tokenizer`, the assistant and the cache
     use_model_defaults: bool | None  # whether the model's config completes a given one; None: it does
-    counts_padding: bool  # whether `max_length` and `min_length` include the padding of the batch
+    is_method: bool  # whether it is a model's method: lengths count padding, some errors are warnings
+    progress: bool  # whether a bar counts the finished prompts
 
     @property
     def processors(self) -> tuple[Any, ...]:
@@ -179,11 +199,11 @@ class _GenerateArgs:
 
     def call_options(self) -> dict[str, Any]:
         """The arguments as keyword arguments of `CallOptions`."""
-        names = ("tokenizer", "assistant_model", "assistant_tokenizer")
+        names = ("tokenizer", "assistant_model", "assistant_tokenizer", "adapter_names")
         options: dict[str, Any] = {name: self.others.get(name) for name in names}
         options |= {"processors": self.processors, "criteria": self.criteria}
         options |= {"past": self.past, "recipe": self.recipe, "tracer": self.tracer}
-        return options | {"counts_padding": self.counts_padding, "scheduler": self.scheduler}
+        return options | {"counts_padding": self.is_method, "scheduler": self.scheduler}
 
     @property
     def past(self) -> Any:
@@ -191,7 +211,9 @@ class _GenerateArgs:
         return self.others.get("past_key_values")
 
 
-_CALL_OPTION_NAMES: Final = ("tokenizer", "assistant_model", "assistant_tokenizer", "past_key_values")
+_CALL_OPTION_NAMES: Final = (
+    "tokenizer", "assistant_model", "assistant_tokenizer", "past_key_values", "adapter_names",
+)  # fmt: skip
 
 
 class _Unsupported(NamedTuple):
@@ -213,6 +235,7 @@ class _FrontEnd(NamedTuple):
 def _validate_arguments(front_end: _FrontEnd, args: _GenerateArgs) -> None:
     """Raise for an argument that the front end does not support."""
     given = {"trace": args.tracer, "recipe": args.recipe, "scheduler": args.scheduler, **args.others}
+    given["progress"] = args.progress or None
     if args.use_model_defaults is False:  # True is what every front end does
         given["use_model_defaults"] = False
     for name, must, error in front_end.unsupported:
@@ -255,7 +278,7 @@ def _run_function_recipe(args: _GenerateArgs, recipe: Recipe) -> Any:
 
 
 # ------------------------------------------------------------------------ Whisper
-def _run_whisper(args: _GenerateArgs, adapter: WhisperAdapter) -> Tensor | GenerateOutput:
+def _run_whisper(args: _GenerateArgs, adapter: WhisperAdapter) -> Tensor | GenerateOutput | TextOutput:
     """Transcribe audio window by window."""
 
     def decode(options: CallOptions, inputs: Mapping[str, Any], streamed: bool) -> Any:
@@ -281,7 +304,7 @@ def _match_custom_generate(args: _GenerateArgs) -> Any:
     return None if args.is_hf_prepared else as_custom_generate(args.model)
 
 
-def _run_custom_generate(args: _GenerateArgs, custom: Any) -> Tensor | GenerateOutput:
+def _run_custom_generate(args: _GenerateArgs, custom: Any) -> Tensor | GenerateOutput | TextOutput:
     """Run the model's own generate(), whose inner calls come back to ours."""
     given = {"tokenizer": None, "assistant_model": None, "assistant_tokenizer": None, **args.others}
     given |= {"logits_processor": args.processors, "stopping_criteria": args.criteria}
@@ -290,13 +313,13 @@ def _run_custom_generate(args: _GenerateArgs, custom: Any) -> Tensor | GenerateO
         given.pop("past_key_values", None)
     if args.recipe is not None:
         given["recipe"] = args.recipe
-    loop = generate_counting_padding if args.counts_padding else generate
+    loop = generate_as_method if args.is_method else generate
     output: Tensor | GenerateOutput = custom.run(loop, args.inputs, args.generation_config, given)
     return output
 
 
 # ------------------------------------------------------------------------ called by transformers' generate()
-def _run_hf_prepared(args: _GenerateArgs, _: bool) -> Tensor | GenerateOutput:
+def _run_hf_prepared(args: _GenerateArgs, _: bool) -> Tensor | GenerateOutput | TextOutput:
     """Run a call whose config and inputs transformers' generate() has prepared."""
     inputs = bind_inputs(args.model, args.inputs, args.without(*_CALL_OPTION_NAMES, *FIELDS))
     config = config_from_hf(args.generation_config, inputs["input_ids"].shape[1])
@@ -319,6 +342,7 @@ _FRONT_ENDS: Final = (
             _Unsupported("trace", "must be None with a recipe that is a function", InputError),
             _Unsupported("use_model_defaults", "must be None with a recipe that is a function", InputError),
             _Unsupported("scheduler", "must be None with a recipe that is a function", InputError),
+            _Unsupported("progress", "must be None with a recipe that is a function", InputError),
         ),
     ),
     _FrontEnd(
@@ -327,7 +351,9 @@ _FRONT_ENDS: Final = (
         (
             _Unsupported("trace"),
             _Unsupported("scheduler"),
+            _Unsupported("progress"),
             _Unsupported("past_key_values"),
+            _Unsupported("adapter_names"),
             _Unsupported("assistant_model"),
             _Unsupported("use_model_defaults"),
             _Unsupported("recipe", "must be a function for {model}", InputError),
@@ -336,24 +362,34 @@ _FRONT_ENDS: Final = (
     _FrontEnd(
         _match_custom_generate,
         _run_custom_generate,
-        (_Unsupported("trace"), _Unsupported("scheduler"), _Unsupported("use_model_defaults")),
+        tuple(map(_Unsupported, ("trace", "scheduler", "progress", "use_model_defaults", "adapter_names"))),
     ),
     _FrontEnd(lambda args: args.is_hf_prepared or None, _run_hf_prepared),
 )
 
 
-def _run_call(args: _GenerateArgs) -> Tensor | GenerateOutput:
+def _run_call(args: _GenerateArgs) -> Tensor | GenerateOutput | TextOutput:
     """Run a plain call."""
     others = args.without(*_CALL_OPTION_NAMES)
     fields = {name: others.pop(name) for name in list(others) if name in FIELDS}
-    inputs = bind_inputs(args.model, args.inputs, others)
-    if args.tracer is not None:
+    has_texts = is_text(args.inputs)
+    if has_texts:
+        inputs = with_texts(args.inputs, args.others.get("tokenizer"), others)
+    else:
+        inputs = bind_inputs(args.model, args.inputs, others)
+    if args.tracer is not None or has_texts:
         fields["return_dict_in_generate"] = True
-    options = CallOptions.from_call(
-        args.model,
-        args.generation_config,
-        fields,
-        use_model_defaults=args.use_model_defaults is not False,
-        **args.call_options(),
-    )
-    return GenerateCall(args.model, options, args.streamer).run(inputs)
+    with explain_pipeline() if args.is_method else nullcontext():
+        options = CallOptions.from_call(
+            args.model,
+            args.generation_config,
+            fields,
+            use_model_defaults=args.use_model_defaults is not False,
+            lenient=args.is_method,
+            **args.call_options(),
+        )
+    if args.is_method:
+        warn_unused(options.configs, args.generation_config, fields)
+    call = GenerateCall(args.model, options, args.streamer, args.progress)
+    output = call.run(inputs)
+    return text_output(call.call, call.results, output) if has_texts else output

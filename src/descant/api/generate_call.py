@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,7 @@ from descant.api.outputs import (
     GenerateEncoderDecoderOutput,
     GenerateOutput,
 )
+from descant.api.progress_bar import ProgressBar
 from descant.api.step_recorder import OutputLayout, StepRecorder
 from descant.config.generation_config import STEP_OUTPUT_FIELDS, GenerationConfig
 from descant.core.records import Hypothesis
@@ -42,7 +44,7 @@ _OUTPUT_CLASSES: Final = {
 class GenerateCall:
     """One call of generate(): admits all prompts, runs them to the end, and builds the documented output."""
 
-    def __init__(self, model: Any, options: CallOptions, streamer: Any) -> None:
+    def __init__(self, model: Any, options: CallOptions, streamer: Any, progress: bool = False) -> None:
         if streamer is not None and any(config.num_beams > 1 for config in options.configs):
             do = "use descant.stream, which emits the common prefix of all beams"
             raise InputError(
@@ -54,6 +56,8 @@ class GenerateCall:
             _validate_logprobs_returned(config)
         self.config = options.config
         self.streamer = streamer
+        self.progress = progress  # whether a bar counts the finished prompts
+        self.results: list[list[Hypothesis]] = []  # of each prompt, after `run`
         fields = STEP_OUTPUT_FIELDS if self.config.return_dict_in_generate else ()
         names = {name.removeprefix("output_") for name in fields if getattr(self.config, name)}
         self.states = tuple(sorted(names & {"attentions", "hidden_states"}))
@@ -82,7 +86,7 @@ class GenerateCall:
             self.call.cancel()
             raise
         events = [finished[request] for request in self.call.request_ids]
-        results = [event.hypotheses for event in events]
+        results = self.results = [event.hypotheses for event in events]
         cached_rows = [row for event in events for row in event.past_key_values]
         cache = self.call.result_cache(cached_rows, _flatten(results), prompts)
         return self._build_output(prompts, results, cache)
@@ -96,16 +100,19 @@ class GenerateCall:
             first_rows = self.call.first_output_rows(num_rows)
             feed = _StreamerFeed(self.streamer.put, first_rows, int(counts.sum()), self._pad_token_id)
         finished: dict[int, Finished] = {}
-        while len(self.session):
-            for event in self.session.step():
-                if isinstance(event, Finished):
-                    finished[event.request] = event
-                    if feed is not None:
-                        feed.finish(event)
-                elif isinstance(event, Failed):
-                    raise event.error.__cause__ or event.error  # a user's own exception as it was raised
-                elif feed is not None:
-                    feed.put(event)
+        with ProgressBar(len(self.call.request_ids)) if self.progress else nullcontext() as bar:
+            while len(self.session):
+                for event in self.session.step():
+                    if bar is not None:
+                        bar.count(event)
+                    if isinstance(event, Finished):
+                        finished[event.request] = event
+                        if feed is not None:
+                            feed.finish(event)
+                    elif isinstance(event, Failed):
+                        raise event.error.__cause__ or event.error  # a user's own exception as it was raised
+                    elif feed is not None:
+                        feed.put(event)
         if self.streamer is not None:
             self.streamer.end()
         return finished

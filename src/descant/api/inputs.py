@@ -9,15 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.config.generation_config import GenerationConfig
+from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.name_suggestions import suggest_name
 from descant.core.interfaces import ModelTraits
 from descant.errors import ConfigError, InputError
 from descant.models.multimodal import split_by_prompt
 
-__all__ = ["RaggedPrompts", "encode_texts", "prepare_prompts"]
+__all__ = ["RaggedPrompts", "bind_inputs", "prepare_prompts"]
 
 # Passed by transformers' generate() when it calls ours, or meaningless to a loop with its own cache.
 _IGNORED_INPUTS = frozenset({"use_cache", "position_ids", "logits_to_keep", "cache_position", "return_dict"})
+
+# Arguments of a call that are neither config fields nor inputs, for suggestions.
+_CALL_ARGUMENTS = (
+    "adapter_names", "assistant_model", "assistant_tokenizer", "custom_generate", "engine",
+    "generation_config", "logits_processor", "negative_prompt_attention_mask", "negative_prompt_ids",
+    "past_key_values", "prefix_allowed_tokens_fn", "progress", "recipe", "scheduler", "stopping_criteria",
+    "streamer", "synced_gpus", "tokenizer", "trace", "trust_remote_code", "use_model_defaults",
+)  # fmt: skip
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "inputs_embeds")
 _DECODER_INPUTS = ("encoder_outputs", "decoder_input_ids", "decoder_attention_mask")
@@ -60,6 +69,26 @@ class RaggedPrompts:
         return replace(self, padded_ids=padded, lengths=lengths, mask=mask.to(padded.device))
 
 
+def bind_inputs(model: Any, inputs: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's inputs, with `inputs` under the name that the model uses."""
+    given = dict(others)
+    if inputs is None:
+        return given
+    main = getattr(model, "main_input_name", "input_ids")
+    if main != "input_ids" and isinstance(inputs, Tensor) and inputs.is_floating_point():
+        return {**given, main: inputs}
+    if isinstance(inputs, Mapping) or hasattr(inputs, "input_ids"):  # what a tokenizer returns
+        do = "unpack it: generate(model, **inputs)"
+        raise InputError("inputs", "must be ids or text, not several inputs", type(inputs).__name__, do)
+    if not isinstance(inputs, Tensor) or inputs.ndim not in (2, 3):
+        must = "must be [batch, length] of ids, [batch, length, size] of floats, or text"
+        raise InputError("inputs", must, inputs)
+    name = "inputs_embeds" if inputs.ndim == 3 else "input_ids"
+    if given.get(name) is not None:
+        raise InputError(name, "must not be given with `inputs`, which is the same argument", given[name])
+    return {**given, name: inputs}
+
+
 def prepare_prompts(
     given: Mapping[str, Any], config: GenerationConfig, traits: ModelTraits, device: torch.device
 ) -> RaggedPrompts:
@@ -73,7 +102,10 @@ def prepare_prompts(
         known |= set(_DECODER_INPUTS)
     unknown = sorted(given.keys() - known)
     if unknown:
-        do = f"use one of {sorted(known)} or a field of GenerationConfig"
+        do = (
+            suggest_name(unknown[0], {*known, *FIELDS, *_CALL_ARGUMENTS})
+            or f"use one of {sorted(known)} or a field of GenerationConfig"
+        )
         must = "is neither a generation parameter nor an input of this model"
         raise InputError(unknown[0], must, given[unknown[0]], do)
     for name, value in given.items():
@@ -83,23 +115,6 @@ def prepare_prompts(
             raise InputError(name, "must be a tensor", value)
     build = _prepare_encoder_decoder if traits.is_encoder_decoder else _prepare_decoder_only
     return build(given, config, traits, device)
-
-
-def encode_texts(name: str, texts: Sequence[Any], tokenizer: Any) -> dict[str, Tensor]:
-    """The texts of argument `name` as ids and mask [B, L], padded on the right."""
-    if not all(isinstance(text, str) for text in texts):
-        raise InputError(name, "must hold only strings when it is a list", texts)
-    if tokenizer is None:
-        raise InputError("tokenizer", f"must be given when `{name}` is text", None)
-    rows = [tokenizer(text)["input_ids"] for text in texts]
-    for text, row in zip(texts, rows, strict=True):
-        if not row:
-            raise InputError(name, "must hold texts of at least one token", text)
-    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        ids[index, : len(row)], mask[index, : len(row)] = torch.tensor(row), 1
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 def _drop_unused_token_types(given: dict[str, Any], traits: ModelTraits) -> dict[str, Any]:

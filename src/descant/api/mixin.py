@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from descant.api.generate import generate_counting_padding
+from descant.api.generate import generate_as_method
 from descant.api.outputs import GenerateOutput, transition_scores
+from descant.api.text_output import TextOutput
 from descant.errors import InputError
 from descant.models.module_copy import ATTACHED_METHODS
 
@@ -21,13 +22,14 @@ class GenerationMixin:
     `class Model(descant.GenerationMixin, LlamaForCausalLM): ...`
     """
 
-    def generate(self, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput:
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor | GenerateOutput | TextOutput:
         """Continue prompts: `descant.generate` of this model, with the same arguments.
 
         As documented for this method, `max_length`, `min_length` and `forced_eos_token_id` count the width of
-        the padded batch; in `descant.generate` they count each row's own tokens.
+        the padded batch; in `descant.generate` they count each row's own tokens. A value without effect that
+        transformers 4.52.4 ignores (`temperature` without `do_sample`) is a warning; there it is an error.
         """
-        return generate_counting_padding(self, *args, **kwargs)
+        return generate_as_method(self, *args, **kwargs)
 
     # Marks the method for models/, which distinguishes models with a generate() of their own.
     generate.runs_descant = True  # type: ignore[attr-defined]

@@ -15,7 +15,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from descant.api.call import merge_configs
-from descant.api.inputs import RaggedPrompts, encode_texts, prepare_prompts
+from descant.api.inputs import RaggedPrompts, prepare_prompts
+from descant.api.text_inputs import encode_texts
 from descant.core.atomic_file import write_bytes
 from descant.core.interfaces import KVCache, KVSpan
 from descant.core.rows import Rows
@@ -27,6 +28,7 @@ from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.paged import PagedStore
 from descant.models.fingerprint import check_fingerprint, fingerprint
 from descant.models.hf_caches.base import Cache
+from descant.models.wrapped_model import unwrap_model
 
 __all__ = ["PromptCache", "load_cache", "prefill"]
 
@@ -101,6 +103,7 @@ def prefill(
     size: Any = chunk
     if size is not None and (not isinstance(size, int) or size < 1):
         raise InputError("chunk", "must be an integer >= 1, or None", chunk)
+    model = unwrap_model(model)
     target = as_model(model)
     traits = target.traits
     if (

@@ -12,16 +12,18 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from descant.api.call import Call, CallOptions, as_tuple, bind_inputs, engine_or_model, pop_recipe
-from descant.api.inputs import encode_texts
+from descant.api.call import Call, CallOptions, as_tuple, engine_or_model, pop_recipe
+from descant.api.inputs import bind_inputs
+from descant.api.text_inputs import is_text, with_texts
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
 from descant.core.interfaces import RankGroup
 from descant.core.records import Hypothesis
 from descant.engine.protocol import Engine, is_engine
 from descant.engine.session import Event, Failed, Finished, Tokens
-from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
+from descant.errors import ConfigError, DescantError, RankError, UnsupportedModel
 from descant.models.rank_group import all_ranks_or_none
 from descant.models.whisper import is_whisper
+from descant.models.wrapped_model import unwrap_model
 from descant.tokenization.detokenizer import IncrementalDetokenizer
 from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.trace import Trace
@@ -66,13 +68,13 @@ def stream(
 ) -> Stream:
     """Continue prompts, event by event: `for event in stream(model, "Once", tokenizer, max_new_tokens=20):`.
 
-    Takes the arguments of `generate`, except a function as `recipe`. With a `tokenizer`, `inputs` may also be
-    a text or a list of texts. Events of all prompts and sequences are interleaved. With beam search, tokens
-    are emitted once all beams share them. Iterate with `for` or `async for`; `close`, or leaving `with`,
-    cancels the running and waiting requests. With a `scheduler`, prompts wait until its limits have room for
-    them. With an `engine`, such as `descant.VLLM`, `model` is None. With `trace=True` or a
-    `descant.Tracer`, `Stream.trace` is the trace so far.
+    Takes the arguments of `generate`, except `progress` and a function as `recipe`. Events of all prompts and
+    sequences are interleaved. With beam search, tokens are emitted once all beams share them. Iterate with
+    `for` or `async for`; `close`, or leaving `with`, cancels the running and waiting requests. With a
+    `scheduler`, prompts wait until its limits have room for them. With an `engine`, such as `descant.VLLM`,
+    `model` is None. With `trace=True` or a `descant.Tracer`, `Stream.trace` is the trace so far.
     """
+    model = unwrap_model(model)
     if is_whisper(model):
         name = type(model).__name__
         raise UnsupportedModel(
@@ -81,7 +83,7 @@ def stream(
     recipe, kwargs = pop_recipe(kwargs)
     model = engine_or_model(model, kwargs.pop("engine", None))
     assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
-    past = kwargs.pop("past_key_values", None)
+    past, adapter_names = kwargs.pop("past_key_values", None), kwargs.pop("adapter_names", None)
     use_model_defaults = kwargs.pop("use_model_defaults", None) is not False
     scheduler = kwargs.pop("scheduler", None)
     tracer = Tracer.from_argument(kwargs.pop("trace", None), tokenizer)
@@ -99,6 +101,7 @@ def stream(
             criteria=as_tuple("stopping_criteria", stopping_criteria),
             tokenizer=tokenizer,
             past=past,
+            adapter_names=adapter_names,
             recipe=recipe,
             tracer=tracer,
             scheduler=scheduler,
@@ -380,15 +383,9 @@ class _PromptStream:
 # ------------------------------------------------------------------------ arguments
 def _model_inputs(model: Any, inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
     """The model's inputs, with `inputs` encoded or under the name that the model uses."""
-    if isinstance(inputs, str):
-        inputs = [inputs]
-    if not isinstance(inputs, list | tuple) or not inputs:
-        return bind_inputs(model, inputs, others)
-    encoded = encode_texts("inputs", inputs, tokenizer)
-    for name in encoded:
-        if others.get(name) is not None:
-            raise InputError(name, "must not be given with texts as `inputs`", others[name])
-    return {**others, **encoded}
+    if is_text(inputs):
+        return with_texts(inputs, tokenizer, others)
+    return bind_inputs(model, inputs, others)
 
 
 def _validate_no_record_fields(fields: Mapping[str, Any], argument: Any) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
 from descant.errors import MissingExtra
 
 __all__ = ["main"]
@@ -30,5 +28,4 @@ def main() -> None:
         # Pipes use the locale's encoding by default, which may lack characters.
         if reconfigure is not None:
             reconfigure(encoding="utf-8")
-    torch.seed()  # a new process has the same default seed every time
     build_app()(prog_name="descant")

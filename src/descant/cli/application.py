@@ -1,69 +1,46 @@
-"""The typer application: commands, version, and usage errors."""
+"""The typer application: commands, version, and usage errors.
+
+A command's module is imported when the command runs or shows its own help; the help of the program is written
+from the table of commands, without importing any.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import descant
 from descant.cli import terminal
-from descant.cli.chat import ChatCommand
-from descant.cli.command import USAGE, typer_callback
-from descant.cli.doctor.command import DoctorCommand
-from descant.cli.explain import ExplainCommand
-from descant.cli.generate import GenerateCommand
-from descant.cli.recipe import (
-    CheckRecipeCommand,
-    ForgetRecipeCommand,
-    ListRecipesCommand,
-    NewRecipeCommand,
-    PushRecipeCommand,
-    TrustRecipeCommand,
-)
-from descant.cli.recipe import ShowRecipeCommand as ShowRecipe
-from descant.cli.run import RunCommand
-from descant.cli.serve import ServeCommand
-from descant.cli.show import ShowTraceCommand
-from descant.cli.train import TrainCommand
-from descant.cli.tree import TreeCommand
-from descant.cli.watermark import DetectCommand, KeyCommand
+from descant.cli.command_table import COMMAND_GROUPS, COMMANDS, CommandEntry
+from descant.cli.exit_codes import USAGE
 
-__all__ = ["build_app"]
+__all__ = ["DeferredCommand", "build_app"]
 
-GENERATION_COMMANDS = {
-    "generate": GenerateCommand,
-    "chat": ChatCommand,
-    "explain": ExplainCommand,
-    "serve": ServeCommand,
-    "run": RunCommand,
-}  # with every generation parameter as an option
-TRACE_COMMANDS = {"tree": TreeCommand, "show": ShowTraceCommand}
-MACHINE_COMMANDS = {"doctor": DoctorCommand}
-COMMAND_GROUPS = {
-    "recipe": (
-        "Inspect and trust third-party decoding methods, and create and share your own.",
-        {
-            "show": ShowRecipe,
-            "trust": TrustRecipeCommand,
-            "list": ListRecipesCommand,
-            "forget": ForgetRecipeCommand,
-            "new": NewRecipeCommand,
-            "check": CheckRecipeCommand,
-            "push": PushRecipeCommand,
-        },
-    ),
-    "watermark": (
-        "Detect watermarks in texts, create keys, and train detectors.",
-        {"detect": DetectCommand, "key": KeyCommand, "train": TrainCommand},
-    ),
-}
+
+class DeferredCommand(TyperCommand):
+    """A command whose class is imported when its arguments are parsed."""
+
+    entry: ClassVar[CommandEntry]
+
+    def load(self) -> Any:
+        """The command with its options."""
+        from descant.cli.command import typer_callback
+
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command(self.name, no_args_is_help=False)(typer_callback(self.entry.load()))
+        return typer.main.get_command(app)
+
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        """The context of the command with its options, whose arguments are parsed here."""
+        return self.load().make_context(*args, **extra)
 
 
 class CommandGroup(TyperGroup):
-    """A command group that prints usage errors as one line."""
+    """A command group that lists its commands in full, and prints usage errors as one line."""
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run a command line and exit with its code."""
@@ -76,32 +53,47 @@ class CommandGroup(TyperGroup):
                 raise
             context = getattr(error, "ctx", None)
             path = "descant" if context is None else context.command_path
-            if format_message():  # empty if there were no arguments and the help was shown
+            if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help
+                terminal.write(f"{format_message()}\n")
+            else:
                 terminal.print_error(f"{format_message()} (see {path} --help)")
             code = USAGE
         sys.exit(code or 0)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - a method of click
+        """Write each command with the whole of its line, which click would cut at the width."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.help or "") for name, command in self.commands.items()])
+
 
 def build_app() -> typer.Typer:
     """Build the typer application."""
+    app = _group_app("descant", (descant.__doc__ or "").partition("\n")[0], COMMANDS)
+    app.callback()(_root)
+    for name, (summary, commands) in COMMAND_GROUPS.items():
+        app.add_typer(_group_app(name, summary, commands))
+    return app
+
+
+def _group_app(name: str, summary: str, commands: Mapping[str, CommandEntry]) -> typer.Typer:
+    # Without markup the help is plain text: rich's panels take longer to import than all that is shown here.
     app = typer.Typer(
         cls=CommandGroup,
-        name="descant",
+        name=name,
+        help=summary,
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
     )
-    app.callback(help=descant.__doc__)(_root)
-    for name, command in (GENERATION_COMMANDS | TRACE_COMMANDS | MACHINE_COMMANDS).items():
-        app.command(name, no_args_is_help=False)(typer_callback(command))
-    for group, (description, commands) in COMMAND_GROUPS.items():
-        group_app = typer.Typer(
-            name=group, help=description, no_args_is_help=True, pretty_exceptions_enable=False
-        )
-        for name, command in commands.items():
-            group_app.command(name, no_args_is_help=False)(typer_callback(command))
-        app.add_typer(group_app)
+    for command, entry in commands.items():
+        deferred = type(entry.class_name, (DeferredCommand,), {"entry": entry})
+        app.command(command, cls=deferred, help=entry.summary)(_no_options)
     return app
+
+
+def _no_options() -> None:
+    """In place of a command's own callback, which has its options."""
 
 
 def _print_version(requested: bool) -> None:

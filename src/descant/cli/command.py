@@ -8,31 +8,30 @@ import json
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, get_type_hints
 
 import typer
 
 from descant.cli import options, terminal
+from descant.cli.error_text import error_text
+from descant.cli.exit_codes import BROKEN_PIPE, FAILURE, INTERRUPTED, USAGE
+from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import GenerationConfig
-from descant.decoding.watermark.schemes import BaseWatermarkingConfig
-from descant.decoding.watermark.schemes.keys import PublicKeyWarning, read_settings
 from descant.errors import (
     ConfigError,
-    DescantError,
     InputError,
-    MissingRequirements,
     RecipeError,
     TraceError,
     UnsupportedModel,
-    UntrustedRecipe,
 )
-from descant.models.loading import DTYPES, load
-from descant.recipes.loading import load_recipe
-from descant.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from descant.decoding.watermark.schemes import BaseWatermarkingConfig
+    from descant.recipes.recipe import Recipe
 
 __all__ = [
     "Command",
@@ -43,13 +42,17 @@ __all__ = [
     "typer_callback",
 ]
 
-USAGE, FAILURE, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141  # exit codes; the last two as of shells for signals
 ENVIRONMENT_KEYS: Final = "env"  # instead of a key file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Options of every command."""
+    """Options of every command.
+
+    A command's module is imported to show its help: what takes long to import is imported where it runs.
+    """
+
+    needs_torch: ClassVar[bool] = False  # whether it draws random numbers or reads watermark keys
 
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", metavar="")] = (
         False
@@ -63,6 +66,8 @@ class Command:
 @dataclass(frozen=True, kw_only=True)
 class ConfigCommand(Command):
     """Options of a command with generation parameters, each an option, and a config file."""
+
+    needs_torch: ClassVar[bool] = True
 
     config: Annotated[
         Path | None,
@@ -87,7 +92,9 @@ class DecodingCommand(ConfigCommand):
 
     takes_speech: ClassVar[bool] = False  # whether it can use Whisper models
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")]
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a name on the Hub.")
+    ]
     dtype: Annotated[
         str | None, typer.Option(help=f"Precision of the weights: {', '.join(DTYPES)} (as stored).")
     ] = None
@@ -140,8 +147,10 @@ class DecodingCommand(ConfigCommand):
                 ("recipe_argument", self.recipe_argument),
             ):
                 if value:
-                    raise InputError(name, "has no use without `recipe`", value, "add --recipe")
+                    raise InputError(name, "has no use without --recipe", value, "add --recipe")
             return None
+        from descant.recipes.loading import load_recipe
+
         arguments = parse_recipe_arguments(self.recipe_argument or ())
         return load_recipe(self.recipe, trust_remote_code=self.trust_remote_code)(**arguments)
 
@@ -153,6 +162,8 @@ class DecodingCommand(ConfigCommand):
 
     def load(self) -> tuple[Any, Any]:
         """Load the model and its tokenizer, after checking the config and the recipe."""
+        from descant.models.loading import load
+
         self.check_parameters()
         with terminal.console().status("loading"):
             return load(self.model, self.dtype, self.device, speech=self.takes_speech)
@@ -162,6 +173,8 @@ class DecodingCommand(ConfigCommand):
         extras: dict[str, Any] = {} if self.loaded_recipe is None else {"recipe": self.loaded_recipe}
         if self.assistant_model is None:
             return extras
+        from descant.models.loading import load
+
         with terminal.console().status("loading the draft model"):
             model, tokenizer = load(self.assistant_model, self.dtype, self.device)
         return {**extras, "assistant_model": model, "assistant_tokenizer": tokenizer}
@@ -185,7 +198,9 @@ def typer_callback(kind: type[Command]) -> Callable[..., None]:
         chosen = {name: arguments.pop(name) for name in own_fields}
         raise typer.Exit(_run_guarded(kind, chosen, arguments))
 
-    command.__doc__ = inspect.getdoc(kind)
+    # A paragraph is one line: the help wraps it to its own width.
+    paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)
     command.__annotations__ = {}
     command.__signature__ = inspect.Signature([*own_parameters, *field_parameters])  # type: ignore[attr-defined]
     return command
@@ -202,7 +217,7 @@ def _run_guarded(kind: type[Command], chosen: Mapping[str, Any], arguments: Mapp
         values: dict[str, Any] = (
             {"values": options.parse_options(arguments)} if issubclass(kind, ConfigCommand) else {}
         )
-        with _show_key_warnings():
+        with _torch_setup() if kind.needs_torch else nullcontext():
             return kind(**chosen, **values).run()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -212,23 +227,15 @@ def _run_guarded(kind: type[Command], chosen: Mapping[str, Any], arguments: Mapp
     except Exception as error:
         if chosen["debug"]:
             terminal.print_lines(traceback.format_exc().removesuffix("\n"))
-        terminal.print_error(_error_text(error))
+        terminal.print_error(error_text(error, kind))
         usage_errors = ConfigError | InputError | RecipeError | TraceError | UnsupportedModel
         return USAGE if isinstance(error, usage_errors) else FAILURE
 
 
-def _error_text(error: Exception) -> str:
-    """The message of an error."""
-    if isinstance(error, MissingRequirements):  # several lines, joined to one
-        first, *missing = str(error).splitlines()
-        return f"{first} {', '.join(missing)}"
-    if type(error) is UntrustedRecipe:  # name the option, not the Python argument
-        return str(error).replace("trust_remote_code=True", "--trust-remote-code")
-    return str(error) if isinstance(error, DescantError | OSError) else f"{type(error).__name__}: {error}"
-
-
 def load_watermark_keys(path: str | None) -> dict[str, BaseWatermarkingConfig]:
     """The watermark keys of a file or of the environment, by name."""
+    from descant.decoding.watermark.schemes.keys import read_settings
+
     return read_settings(None if path == ENVIRONMENT_KEYS else path)
 
 
@@ -260,8 +267,13 @@ def _load_single_key(path: str) -> BaseWatermarkingConfig:
 
 
 @contextmanager
-def _show_key_warnings() -> Iterator[None]:
-    """Print each warning about public keys once, in the style of the command line."""
+def _torch_setup() -> Iterator[None]:
+    """A seed of this process, and each warning about public keys once, in the style of the command line."""
+    import torch
+
+    from descant.decoding.watermark.schemes.keys import PublicKeyWarning
+
+    torch.seed()  # a new process has the same default seed every time
     shown: set[str] = set()
     with warnings.catch_warnings():
         warnings.simplefilter("always", PublicKeyWarning)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +15,7 @@ from rich.text import Text
 from descant.cli import terminal
 from descant.cli.bayes_scorer import Posterior
 from descant.cli.samples import TextSample
+from descant.core.atomic_file import write_text
 from descant.decoding.watermark.detection import Detection
 from descant.decoding.watermark.explain import (
     VERDICT_TEXTS,
@@ -22,8 +24,10 @@ from descant.decoding.watermark.explain import (
     format_p_value,
     summary_items,
 )
+from descant.decoding.watermark.html_report import render_report
+from descant.errors import InputError
 
-__all__ = ["SampleDetection", "print_detections"]
+__all__ = ["SampleDetection", "print_detections", "write_page"]
 
 VERDICT_STYLES: Final = {"marked": "green", "not marked": "", "too short to tell": "yellow"}
 COLUMNS: Final = ("text", "verdict", "scheme", "key", "scored", "score", "95 % interval", "z", "p")
@@ -104,3 +108,21 @@ def _detections_table(answers: Sequence[SampleDetection]) -> Table:
         ]
         table.add_row(*(Text(cell, style=style) for cell, style in zip(cells, styles, strict=True)))
     return table
+
+
+def write_page(target: Path, answers: Sequence[SampleDetection], tokenizer: Any) -> None:
+    """Write the HTML report of `--html`."""
+    detections = [one.detection for one in answers]
+    # Without offsets the position of a token in the text is unknown: show the token alone.
+    texts = [
+        one.sample.text
+        if one.sample.text is not None and one.detection.offsets is not None
+        else [tokenizer.decode([token]) for token in one.detection.ids]
+        for one in answers
+    ]
+    try:
+        write_text(target, render_report(detections, texts, [one.sample.name for one in answers]))
+    except OSError as error:
+        raise InputError(
+            "html", f"must be a file that can be written ({error.strerror})", str(target)
+        ) from None

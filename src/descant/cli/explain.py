@@ -10,8 +10,6 @@ import typer
 from descant.cli import terminal
 from descant.cli.command import ConfigCommand
 from descant.config.generation_config import GenerationConfig
-from descant.engine.planner import as_model
-from descant.models.loading import load_meta_model
 
 __all__ = ["ExplainCommand"]
 
@@ -24,7 +22,8 @@ class ExplainCommand(ConfigCommand):
     """
 
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A model's folder, or its name on the hub.")
+        str | None,
+        typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a name on the Hub."),
     ] = None
 
     def run(self) -> int:
@@ -33,6 +32,9 @@ class ExplainCommand(ConfigCommand):
         if self.model is None:
             merged, model_interface = GenerationConfig.merge(self.values, file_config), None
         else:
+            from descant.engine.planner import as_model
+            from descant.models.loading import load_meta_model
+
             model = load_meta_model(self.model)
             model_config = GenerationConfig.from_transformers(model.generation_config)
             # The adapter, not the model: the model's config would be merged a second time.

@@ -7,21 +7,19 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
-from descant.api.prompt import encode_prompt, require_chat_template, user_messages
-from descant.api.stream import stream
-from descant.cli.function_recipe import FunctionRecipe
 from descant.cli.grammar_command import GrammarCommand
-from descant.cli.jsonl import JsonlJob
 from descant.cli.jsonl_lines import InputLines
-from descant.cli.jsonl_output import JsonlFile, JsonlStream, open_jsonl_file
-from descant.cli.stream_printer import StreamPrinter
+from descant.config.generation_config import GenerationConfig
 from descant.core.atomic_file import require_writable
 from descant.errors import ConfigError, InputError
-from descant.trace.tracer import Tracer
+
+if TYPE_CHECKING:
+    from descant.cli.jsonl_output import JsonlFile, JsonlStream
+    from descant.trace.tracer import Tracer
 
 __all__ = ["GenerateCommand"]
 
@@ -63,7 +61,7 @@ class GenerateCommand(GrammarCommand):
     ] = None
     batch_size: Annotated[
         int,
-        typer.Option("--batch-size", min=1, help="Prompts of --input per batch (default: 16)."),
+        typer.Option("--batch-size", min=1, help="Prompts of --input per batch."),
     ] = 16
 
     def run(self) -> int:
@@ -71,6 +69,8 @@ class GenerateCommand(GrammarCommand):
         self._check_options()
         if self.input is None and self.output is None:
             return self._stream_to_terminal()
+        from descant.cli.jsonl import JsonlJob
+
         model, tokenizer = self._load_checked()
         job = JsonlJob(
             model, tokenizer, self.parameters, self.file_config(), self.chat, self.request_extras()
@@ -80,12 +80,20 @@ class GenerateCommand(GrammarCommand):
 
     def _stream_to_terminal(self) -> int:
         """Stream one prompt to the terminal."""
+        from descant.api.prompt import encode_prompt, user_messages
+        from descant.api.stream import stream
+        from descant.cli.default_length import DefaultLengthNote
+        from descant.cli.function_recipe import FunctionRecipe
+        from descant.cli.stream_printer import StreamPrinter
+
         text = self._read_prompt()
         model, tokenizer = self._load_checked()
         request_args = (
             encode_prompt(tokenizer, user_messages(text) if self.chat else text) | self.request_extras()
         )
-        printer, file_config = StreamPrinter(), self.file_config()
+        printer, file_config, length_note = StreamPrinter(), self.file_config(), DefaultLengthNote()
+        model_config = GenerationConfig.from_transformers(model.generation_config)
+        merged = GenerationConfig.merge(self.parameters, file_config, model_config)
         function = FunctionRecipe.from_request(request_args, model, tokenizer)
         if function is not None and self.trace is not None:
             requirement = "is not supported with a recipe that is a function"
@@ -101,8 +109,10 @@ class GenerateCommand(GrammarCommand):
             try:
                 for event in events:
                     printer.print_event(event)
+                    length_note.add(merged, event.finish_reason)
             finally:
                 printer.end_line()
+        length_note.print_if_due()
         return 0
 
     @contextlib.contextmanager
@@ -116,6 +126,8 @@ class GenerateCommand(GrammarCommand):
         except OSError as error:
             must = f"must be a file that can be opened ({error.strerror})"
             raise InputError("trace", must, self.trace) from None
+        from descant.trace.tracer import Tracer
+
         tracer = Tracer()
         try:
             yield tracer
@@ -126,6 +138,8 @@ class GenerateCommand(GrammarCommand):
     def _load_checked(self) -> tuple[Any, Any]:
         model, tokenizer = self.load()
         if self.chat:
+            from descant.api.prompt import require_chat_template
+
             require_chat_template(tokenizer, self.model)
         return model, tokenizer
 
@@ -148,6 +162,8 @@ class GenerateCommand(GrammarCommand):
 
     @contextlib.contextmanager
     def _open_output(self) -> Iterator[JsonlFile | JsonlStream]:
+        from descant.cli.jsonl_output import JsonlStream, open_jsonl_file
+
         if self.output in (None, STDIO):
             yield JsonlStream(sys.stdout)
         else:
@@ -162,7 +178,7 @@ class GenerateCommand(GrammarCommand):
         ]
         if len(given) != 1:
             given_text = " and ".join(given) or "neither"
-            raise InputError("prompt", "must come from PROMPT or --input", given_text, "give one of them")
+            raise InputError("PROMPT", "must be given, or --input", given_text, "give one of them")
         if self.input not in (None, STDIO) and self.output not in (None, STDIO):
             with contextlib.suppress(OSError):
                 if Path(str(self.output)).samefile(str(self.input)):

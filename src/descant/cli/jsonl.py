@@ -13,6 +13,7 @@ from descant.api.inputs import prepare_prompts
 from descant.api.json_lines import parse_line
 from descant.api.prompt import encode_prompt, require_chat_template, user_messages
 from descant.cli import terminal
+from descant.cli.default_length import DefaultLengthNote
 from descant.cli.function_recipe import FunctionRecipe
 from descant.cli.jsonl_lines import RUN_KEY, InputLine, InputLines, check_names, echo_line
 from descant.cli.jsonl_output import JsonlFile, JsonlStream, RunDigest, other_run_error
@@ -60,6 +61,7 @@ class JsonlJob:
         self._pending_records: dict[int, dict[str, Any]] = {}  # records that wait for an earlier one
         self._num_written = 0
         self._num_failures = 0
+        self._length_note = DefaultLengthNote()
         self._digest: RunDigest | None = None  # None: rows are not marked with what they were made from
 
     def run(self, source: InputLines, target: JsonlOutput, width: int) -> int:
@@ -86,6 +88,7 @@ class JsonlJob:
                         task = self._running.pop(event.request)
                         self._fail(task.line, task.data, event.error)
 
+        self._length_note.print_if_due()
         if self._num_failures:
             terminal.print_error(
                 f'{self._num_failures} of {self._num_written} lines failed, each says why in its "error"'
@@ -203,6 +206,8 @@ class JsonlJob:
 
     # -------------------------------------------------------------------- results
     def _finish(self, task: JsonlTask, hypotheses: list[Hypothesis]) -> None:
+        for one in hypotheses:
+            self._length_note.add(task.request.generation_config, one.reason)
         completions = [completion_record(self.tokenizer, task.request, one) for one in hypotheses]
         self._add_record(task.line, task.data, {"completions": completions})
 

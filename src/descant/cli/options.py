@@ -21,7 +21,9 @@ from descant.config.validation import LENGTH_PAIRS
 from descant.errors import ConfigError
 
 __all__ = [
+    "NONE_WORD",
     "cli_fields",
+    "option_name",
     "option_names",
     "option_parameters",
     "override_values",
@@ -53,9 +55,14 @@ def cli_fields() -> dict[str, Field]:
     }
 
 
+def option_name(field_name: str) -> str:
+    """The option of a field, as typed."""
+    return "--" + field_name.replace("_", "-")
+
+
 def option_names(field: Field) -> tuple[str, ...]:
-    """The option of a field."""
-    name = "--" + field.name.replace("_", "-")
+    """The option of a field, as typer declares it."""
+    name = option_name(field.name)
     return (f"{name}/--no-{name[2:]}",) if field.type == "bool" else (name,)
 
 

@@ -11,12 +11,13 @@ import tempfile
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import typer
 
 from descant.cli import terminal
-from descant.cli.command import FAILURE, Command, parse_recipe_arguments
+from descant.cli.command import Command, parse_recipe_arguments
+from descant.cli.exit_codes import FAILURE
 from descant.cli.recipe_overview import recipe_overview, short_hash
 from descant.errors import InputError, MissingExtra
 from descant.recipes.kinds import RECIPE_KINDS
@@ -162,6 +163,8 @@ class CheckRecipeCommand(Command):
 
     This runs its current code and needs --trust-remote-code; nothing is pinned.
     """
+
+    needs_torch: ClassVar[bool] = True
 
     folder: FolderArgument
     trust_remote_code: Annotated[

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from descant.cli import terminal
-from descant.cli.command import FAILURE, ConfigCommand
-from descant.cli.job_progress import JobProgressDisplay, format_seconds
+from descant.cli.command import ConfigCommand
+from descant.cli.exit_codes import FAILURE
+from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import GenerationConfig
-from descant.jobs import Job
-from descant.models.loading import DTYPES
+
+if TYPE_CHECKING:
+    from descant.jobs import Job
 
 __all__ = ["RunCommand"]
 
@@ -51,7 +53,8 @@ class RunCommand(ConfigCommand):
         ),
     ] = False
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="A model's folder, or its name on the hub.")
+        str | None,
+        typer.Option(metavar="MODEL", help="A folder, a GGUF file, or a name on the Hub."),
     ] = None
     source: Annotated[
         list[str] | None, typer.Option(metavar="FILE", help="A file of rows; may be repeated.")
@@ -87,6 +90,8 @@ class RunCommand(ConfigCommand):
 
     def run(self) -> int:
         """Run the job, or estimate its time."""
+        from descant.cli.job_progress import JobProgressDisplay
+
         job = self._described_job()
         if job.dtype != "float32":
             terminal.print_warning(
@@ -104,6 +109,8 @@ class RunCommand(ConfigCommand):
         return FAILURE if result.failed else 0
 
     def _print_estimate(self, job: Job) -> int:
+        from descant.cli.job_progress import format_seconds
+
         with terminal.console().status("measuring"):
             estimate = job.estimate()
         if not estimate.missing_rows:
@@ -120,6 +127,8 @@ class RunCommand(ConfigCommand):
 
     def _described_job(self) -> Job:
         """The job of the file with the options of the command line."""
+        from descant.jobs import Job
+
         job = Job.from_toml(self.job)
         given = {name: getattr(self, name) for name in _JOB_OPTIONS}
         changes = {name: value for name, value in given.items() if value}

@@ -15,8 +15,6 @@ import typer
 from descant.cli.command import DecodingCommand
 from descant.config.generation_config import GenerationConfig
 from descant.errors import InputError, MissingExtra
-from descant.models.loading import load_processor, load_tokenizer
-from descant.models.whisper import is_whisper
 
 __all__ = ["ServeCommand"]
 
@@ -139,6 +137,9 @@ class ServeCommand(DecodingCommand):
             if (error.name or "").startswith("descant"):
                 raise
             raise MissingExtra("serve", "the server") from error
+        from descant.models.loading import load_processor, load_tokenizer
+        from descant.models.whisper import is_whisper
+
         keys = KeyRing.load(self.api_keys, KeyLimits(**self._own_values(KeyLimits)))
         self._check_host(bool(keys))
         if self.otlp_endpoint is not None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from descant.cli import terminal
 from descant.cli.command import Command
@@ -132,6 +131,8 @@ def load_trace(path: str) -> Trace:
 
 def terminal_options() -> dict[str, Any]:
     """The width of standard output, and whether it has colours."""
+    from rich.console import Console  # slow to import
+
     console = Console(highlight=False, markup=False)
     return {
         "width": console.width,

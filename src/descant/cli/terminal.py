@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+from typing import TYPE_CHECKING
 from unicodedata import category
 
-from rich.console import Console
-from rich.text import Text
-
 from descant.tokenization.display import RunningText, is_hidden
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "UntrustedText",
@@ -29,6 +30,8 @@ __all__ = [
 
 def console() -> Console:
     """A rich console on standard error; plain if it is not a terminal or NO_COLOR is set."""
+    from rich.console import Console  # slow to import
+
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -61,7 +64,7 @@ def print_info(message: object) -> None:
 
 def print_lines(message: object, style: str = "") -> None:
     """Print lines that may quote untrusted text to standard error."""
-    console().print(Text(RunningText().escape(str(message)), style=style))
+    _print_styled(RunningText().escape(str(message)), style)
 
 
 def escape_json(line: str) -> str:
@@ -78,12 +81,19 @@ def escape_control(text: str) -> str:
 
 def print_error(message: object) -> None:
     """Print an error as one red line."""
-    console().print(Text(f"error: {_one_line(message)}", style="red"))
+    _print_styled(f"error: {_one_line(message)}", "red")
 
 
 def print_warning(message: object) -> None:
     """Print a warning as one yellow line."""
-    console().print(Text(f"warning: {_one_line(message)}", style="yellow"))
+    _print_styled(f"warning: {_one_line(message)}", "yellow")
+
+
+def _print_styled(text: str, style: str) -> None:
+    """Print text to standard error."""
+    from rich.text import Text
+
+    console().print(Text(text, style=style))
 
 
 def _one_line(message: object) -> str:

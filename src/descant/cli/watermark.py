@@ -6,22 +6,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import typer
 
 from descant.cli import terminal
-from descant.cli.bayes_scorer import BayesianScorer
-from descant.cli.command import ENVIRONMENT_KEYS, FAILURE, Command, load_watermark_keys
-from descant.cli.detection_output import SampleDetection, print_detections
+from descant.cli.command import ENVIRONMENT_KEYS, Command, load_watermark_keys
+from descant.cli.exit_codes import FAILURE
 from descant.cli.samples import STDIO, TextSample, read_samples
-from descant.core.atomic_file import write_text
-from descant.decoding.watermark.detection import Detection, Detector
-from descant.decoding.watermark.html_report import render_report
-from descant.decoding.watermark.schemes import BaseWatermarkingConfig, WatermarkingConfig
-from descant.decoding.watermark.schemes.keys import SCHEMES, fingerprint, new_settings, write_settings
+from descant.config.watermark_schemes import SCHEMES
 from descant.errors import DescantError, InputError
-from descant.models.loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from descant.cli.bayes_scorer import BayesianScorer
+    from descant.cli.detection_output import SampleDetection
+    from descant.decoding.watermark.detection import Detection, Detector
+    from descant.decoding.watermark.schemes import BaseWatermarkingConfig
 
 __all__ = ["DetectCommand", "KeyCommand"]
 
@@ -36,6 +36,8 @@ class DetectCommand(Command):
     "prompt", or lines of `descant generate --output`. Keys come from files or the environment
     (DESCANT_WATERMARK_KEY, DESCANT_WATERMARK_KEY_FILE). The exit code is 0 for every verdict.
     """
+
+    needs_torch: ClassVar[bool] = True
 
     files: Annotated[
         list[str] | None,
@@ -86,6 +88,11 @@ class DetectCommand(Command):
 
     def run(self) -> int:
         """Check all texts."""
+        from descant.cli.bayes_scorer import BayesianScorer
+        from descant.cli.detection_output import print_detections, write_page
+        from descant.decoding.watermark.detection import Detector
+        from descant.models.loading import load_tokenizer
+
         files = self.files or [STDIO]
         self._check_files(files)
         keys = self._load_keys()
@@ -101,7 +108,7 @@ class DetectCommand(Command):
         if not self.json and answers:
             print_detections(answers)
         if self.html is not None and answers:
-            _write_page(self.html, answers, tokenizer)
+            write_page(self.html, answers, tokenizer)
         for sample, error in failures:
             terminal.print_error(f"{sample.name}: {error}")
         return FAILURE if failures else 0
@@ -110,6 +117,8 @@ class DetectCommand(Command):
         self, texts: Sequence[TextSample], detector: Detector, bayes: BayesianScorer | None
     ) -> tuple[list[SampleDetection], list[tuple[TextSample, DescantError]]]:
         """The detection of each text, printed immediately with --json; and the failures."""
+        from descant.cli.detection_output import SampleDetection
+
         answers, failures = [], []
         for sample in texts:
             try:
@@ -145,6 +154,8 @@ class DetectCommand(Command):
         self, keys: dict[str, BaseWatermarkingConfig], tokenizer: Any, config_size: int | None
     ) -> int:
         """The vocabulary size of the model, on which green lists depend."""
+        from descant.decoding.watermark.schemes import WatermarkingConfig
+
         if self.vocabulary is not None:
             return self.vocabulary
         if config_size is not None:
@@ -184,6 +195,8 @@ class KeyCommand(Command):
 
     def run(self) -> int:
         """Write the key."""
+        from descant.decoding.watermark.schemes.keys import fingerprint, new_settings, write_settings
+
         if self.name == "":
             raise InputError("name", "must not be empty", self.name)
         settings = new_settings(self.scheme)
@@ -201,21 +214,3 @@ def _detect_sample(detector: Detector, sample: TextSample, windows: bool) -> Det
     if sample.text is None:
         return detector.ids(list(sample.ids), prompt=sample.prompt_length, windows=windows)
     return detector.text(sample.text, prompt=sample.prompt, windows=windows)
-
-
-def _write_page(target: Path, answers: Sequence[SampleDetection], tokenizer: Any) -> None:
-    """Write the HTML report."""
-    detections = [one.detection for one in answers]
-    # Without offsets the position of a token in the text is unknown: show the token alone.
-    texts = [
-        one.sample.text
-        if one.sample.text is not None and one.detection.offsets is not None
-        else [tokenizer.decode([token]) for token in one.detection.ids]
-        for one in answers
-    ]
-    try:
-        write_text(target, render_report(detections, texts, [one.sample.name for one in answers]))
-    except OSError as error:
-        raise InputError(
-            "html", f"must be a file that can be written ({error.strerror})", str(target)
-        ) from None

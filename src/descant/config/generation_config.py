@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, overload
+from typing import Any, ClassVar, Literal, Self, overload
 
 from descant.config import hub
 from descant.config.config_entries import LEGACY_FIELDS, SPECIAL_TOKEN_FIELDS, as_mapping, parse_entries
@@ -34,6 +34,7 @@ from descant.config.config_files import (
     validate_file_name,
 )
 from descant.config.config_text import format_config
+from descant.config.explainer import EXPLAINER
 from descant.config.fields import Field, FrozenMap, RedactedMap, thaw
 from descant.config.generation_mode import GenerationMode, select_mode
 from descant.config.parameters import DEFAULT_NEW_TOKENS, GROUPS, STEP_OUTPUT_FIELDS, Parameters
@@ -53,7 +54,7 @@ from descant.config.validation import (
     validate_supported,
 )
 from descant.core.atomic_file import write_text
-from descant.errors import ConfigError, DescantError, InputError
+from descant.errors import ConfigError, InputError
 
 __all__ = [
     "DEFAULT_NEW_TOKENS",
@@ -61,19 +62,10 @@ __all__ = [
     "GROUPS",
     "STEP_OUTPUT_FIELDS",
     "UNSUPPORTED",
-    "ConfigExplainer",
     "Field",
     "GenerationConfig",
     "UnsupportedField",
 ]
-
-
-class ConfigExplainer(Protocol):
-    """Describes in text what a config runs on a model. Implemented by the engine, which plans requests."""
-
-    def __call__(self, config: GenerationConfig, model: object = None, /) -> str:
-        """The text of `GenerationConfig.explain`."""
-        ...
 
 
 class GenerationConfig(Parameters):
@@ -81,8 +73,7 @@ class GenerationConfig(Parameters):
 
     __slots__ = ()
 
-    # The config package cannot import the engine. The package root, which imports both, sets this.
-    explainer: ClassVar[ConfigExplainer | None] = None
+    explainer: ClassVar[Callable[[Any, object], str]] = EXPLAINER
 
     def _parse_given(self, given: dict[str, Any]) -> dict[str, Any]:
         return parse_fields(_rename_pad_token(given))
@@ -157,11 +148,14 @@ class GenerationConfig(Parameters):
         call: Mapping[str, Any] | None = None,
         argument: GenerationConfig | None = None,
         model: GenerationConfig | None = None,
+        *,
+        lenient: bool = False,
     ) -> Self:
         """The effective config (call > argument > model > default), validated as a whole.
 
         The result has at most one of each pair of length fields, no unused values, and the `source` of
-        every field. Merging it again, alone, gives an equal config.
+        every field. Merging it again, alone, gives an equal config. If `lenient`, values without effect that
+        transformers 4.52.4 ignores are in `unused`; otherwise they raise ConfigError.
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -174,7 +168,7 @@ class GenerationConfig(Parameters):
             values.update(given)
             sources.update(dict.fromkeys(given, level))
             extra.update(config._extra)
-        unused = drop_unused(values, sources)
+        unused = drop_unused(values, sources, lenient=lenient)
         validate_supported(values, sources)
         validate_consistency(values, sources)
         validate_compatibility(values, sources)
@@ -380,10 +374,7 @@ class GenerationConfig(Parameters):
 
     def explain(self, model: object = None) -> str:
         """The strategy, the processors in order, the stop conditions, and every value with its source."""
-        explainer = type(self).explainer
-        if explainer is None:
-            raise DescantError("`GenerationConfig.explainer` must be set for `explain`: import descant")
-        return explainer(self, model)
+        return type(self).explainer(self, model)
 
     def __repr__(self) -> str:
         """The values that differ from their default, in the documented form."""

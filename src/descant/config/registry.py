@@ -6,13 +6,13 @@ it must only shrink.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 from descant.config.fields import Field, FrozenMap, NoOffValue, thaw
+from descant.config.name_suggestions import suggest_name
 from descant.config.parameters import Parameters
 from descant.errors import ConfigError
 
@@ -76,7 +76,6 @@ def expand_kwargs(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def unknown_field_error(name: str, value: Any) -> ConfigError:
-    """The error for an unknown parameter name, with the closest known one."""
-    close = difflib.get_close_matches(name, FIELDS, n=1)
-    do = f"did you mean `{close[0]}`?" if close else "leave it out"
+    """The error for an unknown parameter name, with the name that may be meant."""
+    do = suggest_name(name, FIELDS) or "leave it out"
     return ConfigError(name, "is not a generation parameter", value, do)

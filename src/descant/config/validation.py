@@ -12,11 +12,13 @@ from typing import Any, Final
 from descant.config.fields import NoOffValue
 from descant.config.parameters import DEFAULT_NEW_TOKENS, STEP_OUTPUT_FIELDS
 from descant.config.registry import FIELDS, UNSUPPORTED
-from descant.errors import ConfigError, NotInThisVersion
+from descant.errors import ConfigError, NotInThisVersion, format_value
 
 __all__ = [
     "INCOMPATIBLE",
+    "TOLERATED",
     "drop_unused",
+    "unused_warning",
     "validate_compatibility",
     "validate_consistency",
     "validate_merged",
@@ -79,6 +81,12 @@ DEPENDS_ON: Final = (
     ),
 )  # fmt: skip
 
+# Values without effect that transformers 4.52.4 ignores, most of them with a warning.
+TOLERATED: Final = frozenset({
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "early_stopping",
+    "length_penalty", "num_beam_groups", "low_memory", "max_matching_ngram_size", *STEP_OUTPUT_FIELDS,
+})  # fmt: skip
+
 # Incompatible pairs: (field, field, reason). If exactly one of them comes from the model, it is set aside.
 INCOMPATIBLE: Final = (
     ("penalty_alpha", "do_sample", "contrastive search ranks candidates and does not sample"),
@@ -119,6 +127,8 @@ INCOMPATIBLE: Final = (
     ("dola_layers", "guidance_scale", "DoLa masks tokens, whose guided logits would be undefined"),
 )  # fmt: skip
 
+_UNUSED_LOW_MEMORY: Final = "has no use without beam search or contrastive search"
+
 # Values without effect, besides a field's default and off value. Temperature 0 is other interfaces' way to
 # request greedy search, so it is accepted there.
 NO_OP_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -135,12 +145,16 @@ def _source_note(name: str, sources: Sources) -> str:
     return " (from the model's generation config)" if sources.get(name) == "model" else ""
 
 
-def drop_unused(values: Values, sources: dict[str, str]) -> Values:
+def drop_unused(values: Values, sources: dict[str, str], *, lenient: bool = False) -> Values:
     """Remove overridden and ineffective values in place and return them.
 
-    Raises for an ineffective value that did not come from the model.
+    Raises for an ineffective value that did not come from the model; if `lenient`, only for one that is not
+    in `TOLERATED`.
     """
     dropped: Values = {}
+
+    def is_allowed(name: str) -> bool:
+        return sources[name] == "model" or (lenient and name in TOLERATED)
 
     def drop(name: str) -> None:
         dropped[name] = values.pop(name)
@@ -163,8 +177,8 @@ def drop_unused(values: Values, sources: dict[str, str]) -> Values:
                 continue
             if name == "top_k" and _is_active(values, "penalty_alpha"):  # contrastive search reads it too
                 continue
-            if sources[name] != "model":
-                raise ConfigError(name, f"has no use while `{mode_field}` is {off_value}", values[name], fix)
+            if not is_allowed(name):
+                raise ConfigError(name, _unused_text(mode_field, off_value), values[name], fix)
             drop(name)
     for name in ("ordered_constraints", "constraint_gap"):
         if _is_active(values, name) and not (
@@ -177,11 +191,25 @@ def drop_unused(values: Values, sources: dict[str, str]) -> Values:
     if "low_memory" in values and not (
         _is_active(values, "num_beams") or _is_active(values, "penalty_alpha")
     ):
-        if values["low_memory"] and sources["low_memory"] != "model":
-            must = "has no use without beam search or contrastive search"
-            raise ConfigError("low_memory", must, True, "leave it out")
+        if values["low_memory"] and not is_allowed("low_memory"):
+            raise ConfigError("low_memory", _UNUSED_LOW_MEMORY, True, "leave it out")
         drop("low_memory")
     return dropped
+
+
+def unused_warning(name: str, value: Any) -> str:
+    """What a lenient config says of a value that it has ignored."""
+    reasons = (
+        (_unused_text(mode_field, off_value), fix)
+        for names, mode_field, off_value, fix in DEPENDS_ON
+        if name in names
+    )
+    reason, fix = next(reasons, (_UNUSED_LOW_MEMORY, "leave it out"))
+    return f"`{name}` {reason}, got {format_value(value)}, and is ignored: {fix}"
+
+
+def _unused_text(mode_field: str, off_value: Any) -> str:
+    return f"has no use while `{mode_field}` is {off_value}"
 
 
 def _is_no_op(name: str, value: Any) -> bool:

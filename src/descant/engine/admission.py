@@ -28,6 +28,8 @@ from descant.engine.request import (
 )
 from descant.engine.row_params import PromptParams
 from descant.errors import ConfigError, InputError
+from descant.models.peft_adapters import ADAPTER_NAME_KEY
+from descant.models.wrapped_model import unwrap_model
 from descant.recipes.recipe import Recipe
 
 __all__ = ["Admission", "ResolvedRequest", "draw_seed", "with_drawn_seed"]
@@ -85,6 +87,19 @@ class Admission:
             suffix = healed_suffix(request, config, _checked_ids(request, self._model.traits.vocab_size))
         return replace(request, compiled_grammar=compile_request_grammar(request, spec, suffix))
 
+    def _with_adapter(self, request: Request) -> Request:
+        """A request whose adapter the model has, and which shares cached prefixes within the adapter only."""
+        name = request.adapter_name
+        if name is None:
+            return request
+        _check_salt(request)
+        check = getattr(self._model, "check_adapter", None)
+        if check is None:
+            must = "must be None for a model that is not of transformers, and for several models"
+            raise InputError(ADAPTER_NAME_KEY, must, name, "leave it out")
+        check(name)
+        return replace(request, cache_salt=request.cache_salt + b"\0adapter\0" + name.encode())
+
     def make_plan(self, request: Request, traits: ModelTraits) -> DecodingPlan:
         """The plan of one request."""
         config = self._merged_config(request)
@@ -94,7 +109,7 @@ class Admission:
             raise ConfigError("generation_kwargs", must, dict(config.generation_kwargs), do)
         recipe = _engine_recipe(request)
         inputs = DraftInputs(
-            request.assistant_model,
+            unwrap_model(request.assistant_model),
             request.tokenizer,
             request.assistant_tokenizer,
             recipe if recipe is not None and recipe.kind == "drafter" else None,
@@ -110,14 +125,13 @@ class Admission:
             key = _plan_key(request)
             if key not in plans:
                 plans[key] = self.make_plan(request, traits)
-            resolved.append(_resolve_one(request, plans[key], traits))
+            resolved.append(_resolve_one(self._with_adapter(request), plans[key], traits))
         return resolved
 
 
 def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> ResolvedRequest:
     """One request by its plan."""
-    if not isinstance(request.cache_salt, bytes):
-        raise InputError("cache_salt", "must be bytes", request.cache_salt)
+    _check_salt(request)
     if request.prompt_logprobs is not None:
         do = "send it to a descant.AsyncEngine"
         raise InputError("prompt_logprobs", "must be None in a session", request.prompt_logprobs, do)
@@ -139,12 +153,20 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
         method_params[GRAMMAR_PARAM] = matcher_pool(request, plan.config, suffix)
     num_healed = 0 if suffix is None else len(suffix)
     inputs = request.inputs
+    if request.adapter_name is not None:
+        inputs = {**inputs, ADAPTER_NAME_KEY: request.adapter_name}
     if num_healed and not traits.is_encoder_decoder:
         inputs = drop_last_tokens(inputs, num_healed)
     validate_callables(request)
     validate_negative_prompt(request, plan.wrappers, traits, prompt_params.max_length - length)
     prompt = ids[: length - num_healed] if num_healed else ids
     return ResolvedRequest(request, plan, prompt_params, method_params, prompt, offset, inputs)
+
+
+def _check_salt(request: Request) -> None:
+    """Raise for a salt of a wrong type."""
+    if not isinstance(request.cache_salt, bytes):
+        raise InputError("cache_salt", "must be bytes", request.cache_salt)
 
 
 def with_drawn_seed(one: ResolvedRequest) -> ResolvedRequest:

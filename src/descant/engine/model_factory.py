@@ -13,6 +13,7 @@ from descant.kv_cache.multi_model import MultiModelCache
 from descant.kv_cache.recurrent_state import RecurrentStateCache
 from descant.models.transformers_model import TransformersModel
 from descant.models.whisper import is_whisper
+from descant.models.wrapped_model import unwrap_model
 
 __all__ = ["as_model", "new_cache"]
 
@@ -21,6 +22,7 @@ def as_model(model: Any, states: Sequence[str] = ()) -> Any:
     """The model behind the `Model` interface; an object that implements it is returned as it is."""
     if hasattr(model, "traits"):
         return model
+    model = unwrap_model(model)
     if isinstance(model, LogitArithmetic):
         # One per session, since it holds requests; only the first model returns states.
         parts = [as_model(part, states if index == 0 else ()) for index, part in enumerate(model.models)]

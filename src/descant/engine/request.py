@@ -67,6 +67,7 @@ class Request:
     priority: int = 0  # of a session with a scheduler: lower is sooner
     deadline: float | None = None  # seconds from its admission, after which it fails; with a scheduler
     cache_salt: bytes = b""  # only requests with the same salt share cached prefixes and suffixes
+    adapter_name: str | None = None  # of PEFT; None: the active one, "__base__": none
     prompt_index: int = 0  # the index of its prompt in the call, for `prefix_allowed_tokens_fn`
     padded_width: int = 0  # of the padded prompts of its call; user processors get ids of that width
     counted_width: int = 0  # width that counts as its prompt in `max_length` and `min_length`; 0: its own

@@ -35,6 +35,7 @@ from descant.errors import DescantError, InputError
 from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.prefix_cache import PrefixCache
 from descant.models.no_cache import NoCache, RecomputeModel
+from descant.models.wrapped_model import unwrap_model
 from descant.trace.trace import Trace
 from descant.trace.tracer import Tracer
 
@@ -65,6 +66,7 @@ class Session:
         scheduler: SchedulerConfig | None = None,
     ) -> None:
         self._tracer = Tracer.from_argument(trace)
+        model = unwrap_model(model)
         self.model: Any = as_model(model, states)
         if isinstance(cache, NoCache):
             self.model = RecomputeModel(self.model)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
+from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
 from descant.engine.vllm.field_support import check_fields
@@ -18,7 +19,6 @@ from descant.errors import ConfigError, InputError
 from descant.jobs.selection import SelectionConfig
 from descant.jobs.shard_folder import SINK_FORMATS
 from descant.jobs.source import SOURCE_FORMATS
-from descant.models.loading import DTYPES
 
 __all__ = ["PROMPT_COLUMNS", "JobDescription", "check_generation_fields", "check_template"]
 

@@ -15,6 +15,7 @@ from descant.errors import InputError
 from descant.models.cross_attention_cache import CrossAttentionCache
 from descant.models.forward_view import CrossAttentionView, EncoderDecoderView, SelfAttentionView
 from descant.models.multimodal import is_per_token
+from descant.models.peft_adapters import PeftAdapters
 from descant.models.traits import has_override
 
 if TYPE_CHECKING:
@@ -33,10 +34,15 @@ class Encoder:
     """Runs the encoder on new requests in batches and provides the decoder's inputs."""
 
     def __init__(
-        self, model: PreTrainedModel, traits: ModelTraits, states: Sequence[str], device: torch.device
+        self,
+        model: PreTrainedModel,
+        traits: ModelTraits,
+        states: Sequence[str],
+        device: torch.device,
+        adapters: PeftAdapters,
     ) -> None:
         self.model: Any = model
-        self.traits, self.device = traits, device
+        self.traits, self.device, self._adapters = traits, device, adapters
         self.last_output: Any = {}  # with the requested states
         self._output_flags = {f"output_{name}": True for name in states}
         self._cross_cache = CrossAttentionCache()
@@ -52,8 +58,10 @@ class Encoder:
         if not all(fed for _, (fed, _) in batches):  # before any encoder runs
             raise InputError(self.traits.main_input_name, "must hold the encoder's input", None)
         for part, (fed, lengths) in batches:
-            states, mask, others = self._encode_batch(fed, lengths)
-            self._cross_cache.add_requests([requests[index] for index in part], states, mask, others)
+            numbers = [requests[index] for index in part]
+            with self._adapters.applied(numbers):
+                states, mask, others = self._encode_batch(fed, lengths)
+            self._cross_cache.add_requests(numbers, states, mask, others)
 
     def _collate_part(
         self, inputs: Mapping[str, Sequence[Any]], part: Sequence[int]

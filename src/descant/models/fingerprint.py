@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from descant.errors import InputError, format_value
-from descant.kv_cache.weight_versions import weight_versions
+from descant.kv_cache.weight_versions import adapter_states, weight_versions
+from descant.models.wrapped_model import unwrap_model
 
 __all__ = ["check_fingerprint", "fingerprint"]
 
@@ -65,7 +66,7 @@ def _known_fingerprint(network: torch.nn.Module) -> dict[str, str]:
 def _network(model: Any) -> Any:
     """The torch module of a model."""
     model = getattr(model, "model", model) if hasattr(model, "traits") else model
-    return getattr(model, "_orig_mod", model)  # of a compiled module
+    return unwrap_model(model)
 
 
 @torch.no_grad()
@@ -86,6 +87,8 @@ def fingerprint(model: Any) -> dict[str, str]:
     if callable(getattr(model, "named_parameters", None)):
         parts["dtype"] = str(getattr(model, "dtype", "")).removeprefix("torch.")
         parts["weights"] = _digest(b"".join(_weight_digest(*named) for named in _named_weights(model)))
+    if adapters := adapter_states(model):
+        parts["adapters"] = ", ".join(adapters)
     if isinstance(model, torch.nn.Module):
         _known[model] = weight_versions(model), parts
     return dict(parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,7 +12,15 @@ from descant.core.records import Proposal
 from descant.core.rows import Rows, index_rows
 from descant.models.forward_batches import ForwardBatch
 
-__all__ = ["attention_mask", "fed_tokens", "full_tokens", "needs_no_mask", "row_logits"]
+__all__ = [
+    "attention_mask",
+    "fed_tokens",
+    "full_tokens",
+    "logit_positions",
+    "needs_no_mask",
+    "padded_embeds",
+    "row_logits",
+]
 
 
 def fed_tokens(rows: Rows, proposal: Proposal, batch: ForwardBatch) -> Tensor:
@@ -95,3 +103,34 @@ def row_logits(logits: Tensor, index: Tensor) -> Tensor:
     """The logits of each row at the positions `index` [N, K + 1] (host)."""
     rows = torch.arange(len(logits), device=logits.device)[:, None]
     return logits[rows, index.to(logits.device)]
+
+
+def logit_positions(
+    proposal: Proposal, batch: ForwardBatch, traits: ModelTraits, device: torch.device, is_multi_device: bool
+) -> tuple[int | Tensor | list[int] | None, Tensor | None]:
+    """The `logits_to_keep` argument, and the index of each row's logits among those [N, K + 1]."""
+    last = batch.fed_length - proposal.draft_counts(batch.rows) - 1
+    positions = (last[:, None] + torch.arange(proposal.width + 1)).clamp(max=batch.width - 1)
+    if not traits.supports_logits_to_keep:
+        return None, positions
+    if bool((last == last[0]).all()) and int(last[0]) + proposal.width + 1 == batch.width:
+        return proposal.width + 1, None
+    distinct, index = torch.unique(positions, return_inverse=True)
+    # The index must be on the device of the last layer or on the host; accelerate moves tensor arguments.
+    return distinct.tolist() if is_multi_device else distinct.to(device), index
+
+
+def padded_embeds(
+    prompts: Sequence[Tensor | None], tokens: Tensor, batch: ForwardBatch, embed: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """The prompt embeddings of rows, right-padded [N, T, D], with embedded tokens for rows that have none.
+
+    None if no row has any.
+    """
+    if all(prompt is None for prompt in prompts):
+        return None
+    embeds = [
+        embed(tokens[row, : int(batch.fed_length[row])]) if prompt is None else prompt
+        for row, prompt in enumerate(prompts)
+    ]
+    return torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)

@@ -1,13 +1,15 @@
 """Loads models and tokenizers by name through transformers' Auto classes, without remote code.
 
-Weights are read from safetensors only. Files are untrusted: whatever a library raises on them becomes one
-named error.
+Weights are read from safetensors, or from a GGUF file. Files are untrusted: whatever a library raises on them
+becomes one named error.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,12 +18,13 @@ import transformers
 from transformers.utils import logging
 from transformers.utils.hub import cached_file
 
+from descant.config.dtype_names import DTYPES
 from descant.errors import DescantError, InputError, UnsupportedModel, format_value
 from descant.models.error_text import first_line
+from descant.models.gguf_files import GgufFile
 from descant.models.weight_files import WeightFiles
 
 __all__ = [
-    "DTYPES",
     "check_device",
     "load",
     "load_meta_model",
@@ -30,7 +33,6 @@ __all__ = [
     "silence_transformers",
 ]
 
-DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 _MAX_CONFIG_BYTES: Final = 4 * 2**20
 _MAX_CONFIG_VALUES: Final = 2**16  # transformers copies and checks each value many times
 
@@ -38,25 +40,29 @@ _MAX_CONFIG_VALUES: Final = 2**16  # transformers copies and checks each value m
 def load(
     name: str, dtype: str | None = None, device: str | None = None, *, speech: bool = False
 ) -> tuple[Any, Any]:
-    """Load a model in eval mode and its tokenizer, from a folder or by a name on the Hub.
+    """Load a model in eval mode and its tokenizer, from a folder, a GGUF file, or by a name on the Hub.
 
-    `dtype` is one of `DTYPES`; None is "auto", the dtype of the stored weights. With `speech`, Whisper models
-    are loaded too.
+    `dtype` is one of `DTYPES`; None is "auto", the dtype of the stored weights, and float32 for a GGUF file,
+    whose weights are dequantized. With `speech`, Whisper models are loaded too.
     """
     torch_dtype, torch_device = _parse_dtype(dtype), check_device(device)
     with silence_transformers():
-        config = _load_config(name)
+        source = _find_source(name)
+        config = _load_config(source)
         with _translate_errors(name):
-            weights = WeightFiles.locate(name, getattr(config, "transformers_weights", None))
-            tokenizer = _auto_tokenizer(name)
-            with weights.limit_model_size():
+            weights = source.weights(config)
+            tokenizer = _auto_tokenizer(source)
+            if source.gguf is not None and torch_dtype == "auto":
+                torch_dtype = torch.float32
+            with weights.limit_model_size(), source.quiet():
                 model, info = _auto_class(config, speech).from_pretrained(
-                    name,
+                    source.place,
                     config=config,
                     dtype=torch_dtype,
                     trust_remote_code=False,
-                    use_safetensors=True,
+                    use_safetensors=source.gguf is None,
                     output_loading_info=True,
+                    **source.options,
                 )
             # transformers would initialise missing weights randomly, without an error.
             if missing := sorted(info["missing_keys"]):
@@ -68,39 +74,83 @@ def load(
 def load_meta_model(name: str) -> Any:
     """A model on the meta device, without weights; enough to inspect its traits."""
     with silence_transformers():
-        config = _load_config(name)
+        source = _find_source(name)
+        config = _load_config(source)
         with _translate_errors(name), torch.device("meta"):
             model = _auto_class(config).from_config(config, trust_remote_code=False)
         # The file is optional; without it the defaults come from the config.
         with _translate_errors(name), contextlib.suppress(OSError):
-            model.generation_config = transformers.GenerationConfig.from_pretrained(name)
+            model.generation_config = transformers.GenerationConfig.from_pretrained(source.place)
         return model
 
 
 def load_tokenizer(name: str) -> tuple[Any, int | None]:
     """The tokenizer of a model, and the model's vocabulary size; None if there is no config that has one."""
     with silence_transformers():
+        source = _find_source(name)
         with _translate_errors(name):
-            tokenizer = _auto_tokenizer(name)
+            tokenizer = _auto_tokenizer(source)
         try:
-            config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+            config = transformers.AutoConfig.from_pretrained(
+                source.place, trust_remote_code=False, **source.options
+            )
             size = getattr(config.get_text_config(decoder=True), "vocab_size", None)
         except Exception:  # the folder may hold a tokenizer alone, or an unknown config
             return tokenizer, None
         return tokenizer, size if isinstance(size, int) else None
 
 
-def _load_config(name: str) -> Any:
+@dataclass(frozen=True)
+class _ModelSource:
+    """What transformers reads a model from: a folder or a name on the Hub, or a GGUF file in a folder."""
+
+    name: str  # as given
+    gguf: GgufFile | None = None
+
+    @property
+    def place(self) -> str:
+        """The folder, or the name on the Hub."""
+        return self.name if self.gguf is None else self.gguf.folder
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Options of every `from_pretrained`."""
+        return {} if self.gguf is None else {"gguf_file": self.gguf.file}
+
+    def weights(self, config: Any) -> WeightFiles:
+        """The checked files of the weights."""
+        if self.gguf is not None:
+            return self.gguf.weights()
+        return WeightFiles.locate(self.name, getattr(config, "transformers_weights", None))
+
+    def quiet(self) -> contextlib.AbstractContextManager[Any]:
+        """Hides the bar of the conversion of a GGUF file, which transformers has no switch for."""
+        return contextlib.nullcontext() if self.gguf is None else contextlib.redirect_stderr(io.StringIO())
+
+
+def _find_source(name: str) -> _ModelSource:
     with _translate_errors(name):
-        _check_config_size(name, "config.json", "generation_config.json")
-        config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-        _check_no_hub_kernels(name, config)
+        gguf = GgufFile.find(name)
+        if gguf is not None:
+            _ = gguf.header  # checked before any library reads the file
+        return _ModelSource(name, gguf)
+
+
+def _load_config(source: _ModelSource) -> Any:
+    with _translate_errors(source.name):
+        _check_config_size(source.place, "config.json", "generation_config.json")
+        config = transformers.AutoConfig.from_pretrained(
+            source.place, trust_remote_code=False, **source.options
+        )
+        _check_no_hub_kernels(source.name, config)
         return config
 
 
-def _auto_tokenizer(name: str) -> Any:
-    _check_config_size(name, "tokenizer_config.json")
-    return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+def _auto_tokenizer(source: _ModelSource) -> Any:
+    _check_config_size(source.place, "tokenizer_config.json")
+    load_any = transformers.AutoTokenizer.from_pretrained
+    tokenizer = load_any(source.place, trust_remote_code=False, **source.options)
+    return tokenizer if source.gguf is None else source.gguf.complete_tokenizer(tokenizer)
 
 
 def _check_config_size(name: str, *files: str) -> None:

@@ -27,6 +27,7 @@ from descant.models.compiled_layers import MIN_TOKENS, compiled_layers_of
 from descant.models.forward_batches import ForwardBatch
 from descant.models.forward_inputs import fed_tokens
 from descant.models.forward_view import SelfAttentionView
+from descant.models.wrapped_model import eager_call
 
 __all__ = ["PackedForwards"]
 
@@ -116,7 +117,7 @@ class PackedForwards:
         # One graph serves all sizes from two on. Where padding costs, a single token has another.
         is_padded = num_tokens < MIN_TOKENS and _can_pad(self._model)
         if compiled is None or not compiled.num_layers:  # they may have been restored
-            return self._model(**inputs, use_cache=True, return_dict=True)
+            return eager_call(self._model)(**inputs, use_cache=True, return_dict=True)
         if is_padded:
             for name in ("input_ids", "position_ids"):
                 inputs[name] = inputs[name].expand(1, MIN_TOKENS).contiguous()
@@ -125,7 +126,7 @@ class PackedForwards:
                 inputs["logits_to_keep"] = torch.zeros(1, dtype=torch.long, device=inputs["input_ids"].device)
         inputs["past_key_values"].use_decode_kernel()
         with compiled.running(inputs["past_key_values"]):
-            output = self._model(**inputs, use_cache=True, return_dict=True)
+            output = eager_call(self._model)(**inputs, use_cache=True, return_dict=True)
         if is_padded and not self._traits.supports_logits_to_keep:
             output.logits = output.logits[:, :num_tokens]
         return output

@@ -21,14 +21,25 @@ from descant.models.custom_inputs import InputPreparer, RecurrentStateHandler, m
 from descant.models.devices import input_device, is_multi_device
 from descant.models.encoder import Encoder
 from descant.models.forward_batches import ForwardBatch, ForwardBatcher
-from descant.models.forward_inputs import attention_mask, fed_tokens, full_tokens, needs_no_mask, row_logits
+from descant.models.forward_inputs import (
+    attention_mask,
+    fed_tokens,
+    full_tokens,
+    logit_positions,
+    needs_no_mask,
+    padded_embeds,
+    row_logits,
+)
 from descant.models.forward_states import collect_states
 from descant.models.forward_view import SelfAttentionView
+from descant.models.output_head import head_logits
 from descant.models.packed_forward import PackedBatch, PackedForwards
+from descant.models.peft_adapters import ADAPTER_NAME_KEY, PeftAdapters
 from descant.models.rank_group import rank_group_of
 from descant.models.request_inputs import RequestInputsMap
 from descant.models.synced_gpus import current_barrier
 from descant.models.traits import traits_of
+from descant.models.wrapped_model import eager_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,12 +69,13 @@ class TransformersModel:
         is_spread = self._is_multi_device or self.rank_group is not None or self._barrier is not None
         self._packed = PackedForwards(model, self.traits, is_spread)
         self._request_inputs = RequestInputsMap()
+        self._adapters = PeftAdapters(model)
         self._input_preparer = InputPreparer(model, self.traits, self._request_inputs)
         self._state_handler = (
             RecurrentStateHandler(model, self.traits) if self.traits.cache_type == "recurrent" else None
         )
         self._encoder = (
-            Encoder(model, self.traits, states, self.device) if self.traits.is_encoder_decoder else None
+            Encoder(model, self.traits, states, self.device, self._adapters) if self.traits.is_encoder_decoder else None
         )
         self._prompt_embeds: dict[int, Tensor] = {}
         # One layer of each type, to query the cache for the visible slots of that type.
@@ -88,15 +100,7 @@ class TransformersModel:
     @torch.no_grad()
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states of any layer [..., D] -> [..., V] in float32."""
-        head: Any = self.model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        weight = next(head.parameters())
-        vectors = hidden.to(weight.device, weight.dtype).flatten(0, -2)
-        count = len(vectors)
-        if weight.device.type == "cpu" and 3 < count < 16:
-            # On a CPU 16 vectors take two thirds of the time of 7.
-            vectors = torch.nn.functional.pad(vectors, (0, 0, 0, 16 - count))
-        logits = head(vectors)[:count]
-        return self._to_float_logits(logits.view(*hidden.shape[:-1], -1))
+        return self._to_float_logits(head_logits(self.model, hidden, self._adapters))
 
     @property
     def encoder_output(self) -> Any:
@@ -106,6 +110,9 @@ class TransformersModel:
     @torch.no_grad()
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Store the inputs of new requests besides tokens, and run the encoder on them in batches."""
+        if ADAPTER_NAME_KEY in inputs:
+            self._adapters.add_requests(requests, inputs[ADAPTER_NAME_KEY])
+            inputs = {name: values for name, values in inputs.items() if name != ADAPTER_NAME_KEY}
         if self._encoder is not None:
             self._encoder.add_requests(requests, inputs)
             return
@@ -120,8 +127,13 @@ class TransformersModel:
         if self._encoder is not None:
             self._encoder.remove_requests(requests)
         self._request_inputs.remove_requests(requests)
+        self._adapters.remove_requests(requests)
         for request in requests:
             self._prompt_embeds.pop(request, None)
+
+    def check_adapter(self, name: str) -> None:
+        """Raise unless a request can name this PEFT adapter."""
+        self._adapters.check(name)
 
     @property
     def unpacked_reason(self) -> str | None:
@@ -156,7 +168,8 @@ class TransformersModel:
         is_recurrent = self.traits.cache_type == "recurrent"
         state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
         request_keys = self._batch_keys(rows) if len(self._request_inputs) else {}
-        is_plain = not self._prompt_embeds and not len(self._request_inputs)
+        # PEFT chooses adapters by the lines of a batch, and packed rows share one.
+        is_plain = not (self._prompt_embeds or len(self._request_inputs) or self._adapters.in_use)
         can_pack = is_plain and self._packed.can_pack(rows, proposal, cache, self._output_states)
         must_pack = bool(self._packed.chunks) or self._packed.compiled_layers is not None
         batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, must_pack)
@@ -217,10 +230,10 @@ class TransformersModel:
         if self._skip_logits:
             inputs["logits_to_keep"] = torch.zeros(0, dtype=torch.long, device=self.device)
         elif batch.width > 1:
-            logits_to_keep, logit_index = self._logit_positions(proposal, batch)
+            logits_to_keep, logit_index = logit_positions(proposal, batch, self.traits, self.device, self._is_multi_device)
             if logits_to_keep is not None:
                 inputs["logits_to_keep"] = logits_to_keep
-        output = self._call_model({**inputs, "use_cache": True}, batch)
+        output = self._call_model({**inputs, "use_cache": True}, batch, request)
         logits = output.logits
         if self._skip_logits:
             logits = logits.new_zeros(len(logits), proposal.width + 1, 0)
@@ -275,10 +288,10 @@ class TransformersModel:
             whole_span = KVSpan(index, 0, batch.read_length, batch.read_length, batch.rows)
             inputs[traits.cache_argument] = self._forward_view(cache, whole_span, request)
         if self._state_handler is None:
-            output = self._call_model(inputs, batch)
+            output = self._call_model(inputs, batch, request)
         else:
             with self._state_handler.install_state(state) as module_values:
-                output = self._call_model(inputs, batch)
+                output = self._call_model(inputs, batch, request)
             new_state = self._state_handler.next_state(output, state, module_values)
             lengths = batch.cached_length + (batch.fed_length if width > 1 else 1)
             cast(StateCache, cache).write_state(row_index, new_state, lengths)
@@ -292,7 +305,7 @@ class TransformersModel:
         return self._to_float_logits(logits), self._states_of(output, proposal, batch)
 
     def _to_float_logits(self, logits: Tensor) -> Tensor:
-        """Logits in float32 on the input device; a multi-device model may return them on another."""
+        """Logits in float32 on the input device; a model on several may return them on another."""
         if logits.dtype is torch.float32 and logits.device == self.device:
             return logits
         return logits.to(self.device, torch.float32)
@@ -305,10 +318,11 @@ class TransformersModel:
         return self._encoder.decoder_cache(self._encoder.entry_index(request), view, span)
 
     def _run_compiled(self, inputs: dict[str, Any], cache: RowCache, batch: ForwardBatch) -> Tensor | None:
-        """The logits [N, 1, V] of a compiled decode step; None if the step cannot be run compiled."""
+        """The logits [N, 1, V] of a compiled decode step; None if it cannot run compiled."""
         if getattr(cache, "compile_config", None) is None or batch.rows is not None or batch.start == 0:
             return None
-        if self._output_states or self._skip_logits or len(self._request_inputs) or "inputs_embeds" in inputs:
+        has_side_inputs = len(self._request_inputs) or "inputs_embeds" in inputs or self._adapters.in_use
+        if self._output_states or self._skip_logits or has_side_inputs:
             return None
         if self._compiled_steps is None:
             self._compiled_steps = compiled_steps_of(self.model, self.traits)
@@ -323,13 +337,14 @@ class TransformersModel:
         """The requested states of an output; empty if none are requested."""
         return collect_states(output, proposal, batch) if self._output_states else {}
 
-    def _call_model(self, inputs: dict[str, Any], batch: ForwardBatch) -> Any:
-        """Call the model, with the requested states."""
+    def _call_model(self, inputs: dict[str, Any], batch: ForwardBatch, request: Tensor) -> Any:
+        """Call the model, with the requested states and the adapters of the requests [N] of its rows."""
         for name in self._output_states:
             inputs[f"output_{name}"] = True
         inputs["return_dict"] = True
         self._count_forward(batch.width * batch.num_rows)
-        return self.model(**inputs)
+        with self._adapters.applied(request.tolist()):
+            return eager_call(self.model)(**inputs)
 
     def _count_forward(self, positions: int) -> None:
         """Count a forward, and announce it to the other processes if they are synchronized."""
@@ -370,14 +385,7 @@ class TransformersModel:
     def _input_embeds(self, requests: Sequence[int], tokens: Tensor, batch: ForwardBatch) -> Tensor | None:
         """Prompt embeddings, right-padded, with embedded tokens for other rows; None if no row has any."""
         prompts = [self._prompt_embeds.get(request) for request in requests]
-        if all(prompt is None for prompt in prompts):
-            return None
-        embed = self.model.get_input_embeddings()
-        embeds = [
-            embed(tokens[row, : int(batch.fed_length[row])]) if prompt is None else prompt
-            for row, prompt in enumerate(prompts)
-        ]
-        return torch.nn.utils.rnn.pad_sequence(embeds, batch_first=True)
+        return padded_embeds(prompts, tokens, batch, self.model.get_input_embeddings())
 
     def _position_inputs(self, cache: KVCache, span: KVSpan, batch: ForwardBatch) -> dict[str, Any]:
         """Position ids and attention mask, as far as the forward needs them."""
@@ -434,17 +442,3 @@ class TransformersModel:
                 positions = cached + torch.arange(batch.width, device=self.device)
             side["position_ids"] = positions + deltas[..., None].to(self.device)
         return side
-
-    def _logit_positions(
-        self, proposal: Proposal, batch: ForwardBatch
-    ) -> tuple[int | Tensor | list[int] | None, Tensor | None]:
-        """The `logits_to_keep` argument, and the index of each row's logits among those [N, K + 1]."""
-        last = batch.fed_length - proposal.draft_counts(batch.rows) - 1
-        positions = (last[:, None] + torch.arange(proposal.width + 1)).clamp(max=batch.width - 1)
-        if not self.traits.supports_logits_to_keep:
-            return None, positions
-        if bool((last == last[0]).all()) and int(last[0]) + proposal.width + 1 == batch.width:
-            return proposal.width + 1, None
-        distinct, index = torch.unique(positions, return_inverse=True)
-        # The index must be on the device of the last layer or on the host; accelerate moves tensor arguments.
-        return distinct.tolist() if self._is_multi_device else distinct.to(self.device), index

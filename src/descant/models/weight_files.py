@@ -20,7 +20,7 @@ from transformers.utils.hub import cached_file
 from descant.errors import InputError, UnsupportedModel, format_value
 from descant.models.error_text import first_line
 
-__all__ = ["WeightFiles"]
+__all__ = ["WeightFiles", "check_no_adapter"]
 
 _SINGLE_FILE: Final = "model.safetensors"
 _INDEX_FILE: Final = "model.safetensors.index.json"
@@ -52,7 +52,7 @@ class WeightFiles:
         Weights in other formats are never opened: some run code when they are read.
         """
         first = _weights_file(name, named)
-        _check_no_adapter(name)
+        check_no_adapter(name)
         sharded = first.name.endswith(".json")
         files = (
             tuple(_local_path(name, shard) for shard in _shard_names(name, first)) if sharded else (first,)
@@ -138,7 +138,8 @@ def _no_safetensors_error(name: str, what: str) -> InputError:
     return InputError("model", f"must have its weights in {what}, in safetensors{other}", name, do)
 
 
-def _check_no_adapter(name: str) -> None:
+def check_no_adapter(name: str) -> None:
+    """Raise for a folder or repository with an adapter."""
     # With peft installed an adapter would be loaded, possibly pickled; without, it is silently ignored.
     with contextlib.suppress(OSError):
         _local_path(name, _ADAPTER_CONFIG)

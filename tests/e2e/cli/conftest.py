@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from descant.cli import command
 from descant.cli.application import build_app
 from descant.models import loading
 from tests.support import pretrained
@@ -42,7 +42,8 @@ def talker(stories: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def descant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`descant("generate", ...)`: the result of a command line."""
-    monkeypatch.setattr(command, "load", _load)
+    monkeypatch.setattr(loading, "load", _load)
+    monkeypatch.setattr(torch, "seed", lambda: 0)  # a command seeds its process, and this one is the tests'
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import descant as package
-from descant.cli import chat
+from descant.cli.chat import conversation
 
 OPTIONS = ("--max-new-tokens", 6)
 HINT = "/help lists commands, /exit leaves\n"
@@ -81,7 +81,7 @@ def test_mistakes_change_nothing(descant, loaded, talker, line, message):
 def test_help_and_config(descant, talker):
     result = descant("chat", talker, "--num-beams", 2, input="/help\n/config\n/set num_beams=3\n/config\n")
     assert result.stdout == ""
-    assert chat.HELP in result.stderr
+    assert conversation.HELP in result.stderr
     assert "beam search, 2 beams" in result.stderr
     assert "beam search, 3 beams" in result.stderr
     assert "512 new tokens" in result.stderr
@@ -101,7 +101,7 @@ def test_a_length_of_the_config_is_kept(descant, talker, tmp_path):
 
 
 def test_a_failed_turn_is_not_kept(descant, loaded, talker, monkeypatch):
-    real, calls = chat.stream, []
+    real, calls = conversation.stream, []
 
     def failing(*arguments, **options):
         calls.append(options["input_ids"])
@@ -109,7 +109,7 @@ def test_a_failed_turn_is_not_kept(descant, loaded, talker, monkeypatch):
             raise package.RowError("no token is left")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(chat, "stream", failing)
+    monkeypatch.setattr(conversation, "stream", failing)
     result = descant("chat", talker, *OPTIONS, input="What?\nWho?\n")
     [text] = answers(*loaded(talker), "Who?")
     assert (result.exit_code, result.stdout) == (1, output_lines(text))
@@ -117,7 +117,7 @@ def test_a_failed_turn_is_not_kept(descant, loaded, talker, monkeypatch):
 
 
 def test_an_interrupt_ends_the_answer_of_a_person_and_the_run_of_a_program(descant, talker, monkeypatch):
-    real, histories = chat.stream, []
+    real, histories = conversation.stream, []
 
     def interrupted(*arguments, **options):
         histories.append(options["input_ids"])
@@ -128,13 +128,13 @@ def test_an_interrupt_ends_the_answer_of_a_person_and_the_run_of_a_program(desca
             raise KeyboardInterrupt
         yield from events
 
-    monkeypatch.setattr(chat, "stream", interrupted)
+    monkeypatch.setattr(conversation, "stream", interrupted)
     result = descant("chat", talker, *OPTIONS, input="Who?\nSo?\n")
     assert (result.exit_code, len(histories)) == (130, 1)
     assert result.stdout.endswith("\n")
     histories.clear()
     typed = iter(["Who?", "So?"])
-    monkeypatch.setattr(chat, "_is_interactive", lambda: True)
+    monkeypatch.setattr(conversation, "is_interactive", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: next(typed, None) or (_ for _ in ()).throw(EOFError))
     result = descant("chat", talker, *OPTIONS)
     assert (result.exit_code, len(histories)) == (0, 2)

@@ -67,16 +67,16 @@ def test_a_config_may_be_a_folder(descant, stories, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("explain", "./nowhere"), "`model` must be a folder that exists, or a name on the Hub"),
+        (("explain", "./nowhere"), "MODEL must be a folder that exists, or a name on the Hub"),
         (("explain", "--config", "nowhere.json"), "`config_file_name` must name a file in '.'"),
         (("expln",), "No such command 'expln'. Did you mean 'explain'? (see descant --help)"),
         (("generate",), "Missing argument 'MODEL'"),
         (("generate", "m", "p", "q"), "unexpected extra argument"),
-        (("generate", "./nowhere", "p"), "`model` must be a folder that exists"),
-        (("generate", "./nowhere", "p", "--dtype", "int8"), "`dtype` must be one of auto, float32"),
-        (("generate", "./nowhere", "p", "--device", "abacus"), "`device` must be an available device"),
+        (("generate", "./nowhere", "p"), "MODEL must be a folder that exists"),
+        (("generate", "./nowhere", "p", "--dtype", "int8"), "--dtype must be one of auto, float32"),
+        (("generate", "./nowhere", "p", "--device", "abacus"), "--device must be an available device"),
         (("generate", "m", "p", "--batch-size", "0"), "--batch-size"),
-        (("chat", "m", "--logprobs", "1"), "`logprobs` has no use in a conversation, got 1: leave it out"),
+        (("chat", "m", "--logprobs", "1"), "--logprobs has no use in a conversation, got 1: leave it out"),
     ],
 )  # fmt: skip
 def test_mistakes_of_the_caller_are_one_line_and_exit_2(descant, arguments, message):
@@ -115,4 +115,4 @@ def test_debug_shows_the_traceback(descant):
     assert "Traceback" not in descant("explain", "--num-beams", 0).stderr
     result = descant("explain", "--num-beams", 0, "--debug")
     assert (result.exit_code, "Traceback" in result.stderr) == (2, True)
-    assert result.stderr.splitlines()[-1].startswith("error: `num_beams`")
+    assert result.stderr.splitlines()[-1].startswith("error: --num-beams")

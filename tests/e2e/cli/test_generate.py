@@ -7,7 +7,8 @@ import json
 import pytest
 
 import descant as package
-from descant.cli import generate, terminal
+from descant.cli import terminal
+from descant.cli.stream_printer import StreamPrinter
 from descant.models.loading import load
 from tests.support.pretrained import folder
 
@@ -41,7 +42,8 @@ def continued(model, tokenizer, prompt, chat=False, **parameters):
 def test_the_text_is_the_calls(descant, loaded, stories, options, parameters):
     result = descant("generate", stories, PROMPT, *options)
     [text] = continued(*loaded(stories), PROMPT, **parameters)
-    assert (result.exit_code, result.stdout, result.stderr) == (0, text + "\n", "")
+    note = "" if parameters.keys() & {"max_length", "max_new_tokens"} else NOTE
+    assert (result.exit_code, result.stdout, result.stderr) == (0, text + "\n", note)
 
 
 def test_several_sequences_come_one_after_the_other(descant, loaded, stories):
@@ -93,7 +95,7 @@ def test_without_a_template_there_is_no_chat(descant, stories):
     for command in ("generate", "chat"):
         result = descant(command, stories, *(["Who?", "--chat"] if command == "generate" else []))
         assert result.exit_code == 2
-        assert result.stderr.startswith("error: `model` must have a chat template in its tokenizer, got ")
+        assert result.stderr.startswith("error: MODEL must have a chat template in its tokenizer, got ")
         assert "use `descant generate` without --chat" in result.stderr
 
 
@@ -130,14 +132,14 @@ def test_a_stop_string_is_not_shown(descant, stories):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "`prompt` must come from PROMPT or --input, got 'neither': give one of them"),
-        ((PROMPT, "--input", "-"), "`prompt` must come from PROMPT or --input, got 'PROMPT and --input'"),
-        ((PROMPT, "--logprobs", 2), "`logprobs` has no use where only text is shown, got 2: add --output -"),
+        ((), "PROMPT must be given, or --input, got 'neither': give one of them"),
+        ((PROMPT, "--input", "-"), "PROMPT must be given, or --input, got 'PROMPT and --input'"),
+        ((PROMPT, "--logprobs", 2), "--logprobs has no use where only text is shown, got 2: add --output -"),
         ((PROMPT, "--return-dict-in-generate", "--output-scores"), "has no use where text is written"),
-        ((PROMPT, "--input=-", "--output=x"), "`prompt` must come from PROMPT or --input"),
-        (("--input", "nowhere.jsonl"), "`input` must be a file that can be opened (No such file"),
-        ((PROMPT, "--output", "nowhere/x"), "`output` must be a file that can be opened (No such file"),
-        ((PROMPT, "--max-length", 2), "`max_length` must be > the 5 tokens of the prompt, got 2"),
+        ((PROMPT, "--input=-", "--output=x"), "PROMPT must be given, or --input"),
+        (("--input", "nowhere.jsonl"), "--input must be a file that can be opened (No such file"),
+        ((PROMPT, "--output", "nowhere/x"), "--output must be a file that can be opened (No such file"),
+        ((PROMPT, "--max-length", 2), "--max-length must be > the 5 tokens of the prompt, got 2"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(descant, stories, options, message):
@@ -151,7 +153,7 @@ def test_a_row_that_cannot_go_on_exits_1(descant, stories):
     everything = ",".join(map(str, range(32000)))
     result = descant("generate", stories, PROMPT, "--begin-suppress-tokens", everything)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("error: `begin_suppress_tokens` must leave enough to choose from")
+    assert result.stderr.startswith("error: --begin-suppress-tokens must leave enough to choose from")
 
 
 def test_a_run_that_fails_exits_1(descant, stories, monkeypatch):
@@ -159,7 +161,7 @@ def test_a_run_that_fails_exits_1(descant, stories, monkeypatch):
         yield from ()
         raise RuntimeError("out of\nmemory")
 
-    monkeypatch.setattr(generate, "stream", failing)
+    monkeypatch.setattr("descant.api.stream.stream", failing)
     result = descant("generate", stories, PROMPT)
     assert (result.exit_code, result.stderr) == (1, "error: RuntimeError: out of memory\n")
 
@@ -174,7 +176,7 @@ def test_closing_is_not_forgotten(descant, stories, monkeypatch):
         finally:
             closed.append(True)
 
-    monkeypatch.setattr(generate, "stream", interrupted)
+    monkeypatch.setattr("descant.api.stream.stream", interrupted)
     result = descant("generate", stories, PROMPT)
     assert (result.exit_code, result.stdout, result.stderr, closed) == (130, "", "", [True])
 
@@ -198,7 +200,7 @@ def test_what_was_interrupted_is_recorded_as_far_as_it_came(descant, stories, tm
         raise KeyboardInterrupt
 
     file = tmp_path / "run.jsonl"
-    monkeypatch.setattr(generate.StreamPrinter, "print_event", interrupted)
+    monkeypatch.setattr(StreamPrinter, "print_event", interrupted)
     assert descant("generate", stories, PROMPT, "--trace", file).exit_code != 0
     trace = package.Trace.load(file)
     assert len(trace.steps) == 1
@@ -216,3 +218,28 @@ def test_a_record_without_a_run_is_none(descant, stories, tmp_path):
         assert "has no use with --input and --output" in result.stderr
     result = descant("generate", stories, PROMPT, "--trace", tmp_path / "no" / "run.jsonl")
     assert "must be a file that can be opened" in result.stderr
+
+
+# ----------------------------------------------------------------------------- the default length
+NOTE = "stopped at the default of 20 new tokens: set --max-new-tokens\n"
+
+
+def test_a_text_that_the_default_length_cuts_says_so_once(descant, stories, tmp_path):
+    result = descant("generate", stories, PROMPT)
+    assert (result.exit_code, result.stderr) == (0, NOTE)
+    assert descant("generate", stories, PROMPT, "--num-beams", 2, "--num-return-sequences", 2).stderr == NOTE
+    lines = '{"prompt": "Once"}\n' * 3
+    result = descant("generate", stories, "--input", "-", "--output", tmp_path / "out.jsonl", input=lines)
+    assert (result.exit_code, result.stderr) == (0, NOTE)
+
+
+def test_a_length_that_somebody_has_set_is_no_default(descant, stories, tmp_path):
+    package.GenerationConfig(max_new_tokens=4).save_pretrained(tmp_path)
+    for given in (("--max-new-tokens", 4), ("--max-length", 9), ("--config", tmp_path)):
+        assert descant("generate", stories, PROMPT, *given).stderr == ""
+    line = '{"prompt": "Once", "max_new_tokens": 3}\n'
+    assert descant("generate", stories, "--input", "-", "--output", "-", input=line).stderr == ""
+
+
+def test_a_text_that_ends_by_itself_is_not_cut(descant, stories):
+    assert descant("generate", stories, PROMPT, "--stop-strings", ",").stderr == ""

@@ -8,7 +8,7 @@ import pytest
 
 import descant as package
 from descant.api.chat_prompt import ChatPrompt, tool_prompt
-from descant.cli import chat
+from descant.cli.chat import conversation
 
 PROMPT = "Once upon a time"
 SCHEMA = {
@@ -101,20 +101,20 @@ def test_beams_under_a_grammar_come_one_after_the_other(descant, stories):
     [
         (
             ("--regex", "a", "--choice", "b"),
-            "`grammar` must be given once, got '--regex and --choice': give one of them",
+            "--grammar must be given once, got '--regex and --choice': give one of them",
         ),
         (
             ("--regex", "a", "--grammar", '{"regex": "b"}'),
-            "`grammar` must be given once, got '--regex and --grammar'",
+            "--grammar must be given once, got '--regex and --grammar'",
         ),
         (
             ("--json-schema", "nowhere.json"),
-            "`json_schema` must be a file that can be opened (No such file or directory), got 'nowhere.json'",
+            "--json-schema must be a file that can be opened (No such file or directory), got 'nowhere.json'",
         ),
-        (("--json-schema", "{tmp}/text"), "`json_schema` must be a file of JSON (Expecting value"),
+        (("--json-schema", "{tmp}/text"), "--json-schema must be a file of JSON (Expecting value"),
         (("--json-schema", "{tmp}/list.json"), "`json_schema` is a schema, its text, or a type"),
-        (("--grammar-file", "{tmp}/binary"), "`grammar_file` must be a file of UTF-8 text"),
-        (("--regex", "("), "`grammar` must be"),
+        (("--grammar-file", "{tmp}/binary"), "--grammar-file must be a file of UTF-8 text"),
+        (("--regex", "("), "--grammar must be"),
         (("--regex", ""), "`regex` is a text"),
     ],
 )
@@ -194,7 +194,7 @@ def test_the_results_of_calls_are_turns(descant, talker, tools_file, monkeypatch
         grammars.append(grammar)
         yield package.StreamEvent(0, 0, (1,), next(texts), finish_reason="eos")
 
-    monkeypatch.setattr(chat, "stream", scripted)
+    monkeypatch.setattr(conversation, "stream", scripted)
     result = descant("chat", talker, "--tools", tools_file, input="Well?\nsunny\n\nnoon\nThanks.\n")
     assert result.exit_code == 0
     assert [grammar["tools"] for grammar in grammars] == [TOOLS] * 3
@@ -220,7 +220,7 @@ def test_a_failed_reply_asks_for_the_results_again(descant, talker, tools_file, 
             raise package.RowError("no token is left")
         yield package.StreamEvent(0, 0, (1,), text, finish_reason="eos")
 
-    monkeypatch.setattr(chat, "stream", scripted)
+    monkeypatch.setattr(conversation, "stream", scripted)
     result = descant("chat", talker, "--tools", tools_file, input="When?\none\ntwo\nAnd?\n/reset\nHi\n")
     assert "error: no token is left" in result.stderr
     assert prompts[2].endswith("tool: two\nassistant:")
@@ -250,11 +250,11 @@ def test_a_required_call_is_the_answer_to_a_user_and_not_to_a_result(
     ("content", "options", "message"),
     [
         ("[]", (), "`tools` are a list of functions with different names"),
-        ("5", (), "`grammar` must be"),
+        ("5", (), "--grammar must be"),
         ("[{}]", (), "`tools` are functions, each with a name"),
-        ("[", (), "`tools` must be a file of JSON"),
+        ("[", (), "--tools must be a file of JSON"),
         (json.dumps(TOOLS), ("--tool-choice", "clock"), "or names one of weather, time"),
-        (json.dumps(TOOLS), ("--regex", "a"), "`grammar` must be given once, got '--regex and --tools'"),
+        (json.dumps(TOOLS), ("--regex", "a"), "--grammar must be given once, got '--regex and --tools'"),
     ],
 )
 def test_tools_that_are_refused(descant, talker, tmp_path, content, options, message):
@@ -268,7 +268,7 @@ def test_tools_that_are_refused(descant, talker, tmp_path, content, options, mes
 def test_a_tool_choice_needs_tools(descant, talker):
     result = descant("chat", talker, "--tool-choice", "required", input="Well?\n")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "error: `tool_choice` has no use without `tools`, got 'required': add --tools" in result.stderr
+    assert "error: --tool-choice has no use without --tools, got 'required': add --tools" in result.stderr
 
 
 def test_a_template_with_tools_shows_them_itself(loaded, talker):

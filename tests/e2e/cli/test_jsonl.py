@@ -195,7 +195,7 @@ def test_the_input_is_not_overwritten(descant, stories, tmp_path):
     source.write_text(lines([{"prompt": "a"}]))
     result = descant("generate", stories, "--input", source, "--output", source)
     assert result.exit_code == 2
-    assert "`output` must be another file than --input" in result.stderr
+    assert "--output must be another file than --input" in result.stderr
     assert read(source.read_text()) == [{"prompt": "a"}]
 
 

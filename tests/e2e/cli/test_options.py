@@ -13,14 +13,16 @@ from typer.testing import CliRunner
 
 from descant import ConfigError, GenerationConfig
 from descant.cli import options
-from descant.cli.application import GENERATION_COMMANDS, build_app
+from descant.cli.application import build_app
 from descant.cli.command import ConfigCommand, typer_callback
+from descant.cli.command_table import COMMANDS
 from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED
 from tests.support.config_cases import CASES
 
 # Not on a command line: a function and objects; and a key, which other users would see.
 UNSAYABLE = {"prefix_allowed_tokens_fn", "constraints", "watermarking_config"}
 OFFERED = FIELDS.keys() - UNSUPPORTED.keys() - UNSAYABLE
+GENERATION_COMMANDS = [name for name, entry in COMMANDS.items() if issubclass(entry.load(), ConfigCommand)]
 VALUES = [(name, value) for name in FIELDS if name in OFFERED for value in CASES[name][0]]
 
 
@@ -82,8 +84,8 @@ def command_line_of(name: str, value: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", GENERATION_COMMANDS)
 def test_every_command_offers_every_field(name: str) -> None:
-    found = {one.name: one for one in get_command(build_app()).commands[name].params}
-    own = GENERATION_COMMANDS[name].__dataclass_fields__.keys() - {"values"}
+    found = {one.name: one for one in get_command(build_app()).commands[name].load().params}
+    own = COMMANDS[name].load().__dataclass_fields__.keys() - {"values"}
     assert found.keys() - own - {"help"} == OFFERED
     assert not own & FIELDS.keys()
     for field in OFFERED:
@@ -165,17 +167,17 @@ def test_how_it_is_written(line: tuple[str, ...], expected: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (("--num-beams", "four"), "`num_beams` must be an int >= 1, got 'four'"),
-        (("--num-beams", "0"), "`num_beams` must be an int >= 1, got 0"),
-        (("--num-beams", ""), "`num_beams` must be an int >= 1, got ''"),
-        (("--top-p", "1.5", "--do-sample"), "`top_p` must be a finite number >= 0 and <= 1, got 1.5"),
-        (("--early-stopping", "maybe"), "`early_stopping` must be True, False or \"never\", got 'maybe'"),
-        (("--eos-token-id", "2,x"), "`eos_token_id` must be a token id (an int >= 0) or a non-empty list"),
-        (("--sequence-bias", "[[1"), "`sequence_bias` must be JSON, got '[[1'"),
-        (("--sequence-bias", "[]"), "`sequence_bias` must be a non-empty dict"),
-        (("--stop-strings", r"\end"), "`stop_strings` must hold no escape but"),
-        (("--top-k", "5"), "`top_k` has no use while `do_sample` is False, got 5"),
-        (("--min-new-tokens", "5", "--max-new-tokens", "3"), "`min_new_tokens` must be <= `max_new_tokens`"),
+        (("--num-beams", "four"), "--num-beams must be an int >= 1, got 'four'"),
+        (("--num-beams", "0"), "--num-beams must be an int >= 1, got 0"),
+        (("--num-beams", ""), "--num-beams must be an int >= 1, got ''"),
+        (("--top-p", "1.5", "--do-sample"), "--top-p must be a finite number >= 0 and <= 1, got 1.5"),
+        (("--early-stopping", "maybe"), "--early-stopping must be True, False or \"never\", got 'maybe'"),
+        (("--eos-token-id", "2,x"), "--eos-token-id must be a token id (an int >= 0) or a non-empty list"),
+        (("--sequence-bias", "[[1"), "--sequence-bias must be JSON, got '[[1'"),
+        (("--sequence-bias", "[]"), "--sequence-bias must be a non-empty dict"),
+        (("--stop-strings", r"\end"), "--stop-strings must hold no escape but"),
+        (("--top-k", "5"), "--top-k has no use while --do-sample is False, got 5"),
+        (("--min-new-tokens", "5", "--max-new-tokens", "3"), "--min-new-tokens must be <= --max-new-tokens"),
         (("--watermarking-config", "{}"), "No such option: --watermarking-config"),
         (("--num-beam", "4"), "No such option: --num-beam"),
         (("--do-sample=yes",), "--do-sample"),

@@ -124,11 +124,11 @@ def test_new_is_a_strategy_by_default(descant):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("a/b",), "`name` must be letters, digits, and single - . _ between them"),
-        (("..",), "`name` must be"),
-        (("a\x1b[31mb",), "`name` must be"),
-        (("there",), "`name` must not exist yet, got 'there'"),
-        (("mine", "--kind", "beam"), "`kind` must be one of generate, strategy, drafter, processor, wrapper"),
+        (("a/b",), "NAME must be letters, digits, and single - . _ between them"),
+        (("..",), "NAME must be"),
+        (("a\x1b[31mb",), "NAME must be"),
+        (("there",), "NAME must not exist yet, got 'there'"),
+        (("mine", "--kind", "beam"), "--kind must be one of generate, strategy, drafter, processor, wrapper"),
         ((), "Missing argument 'NAME'"),
     ],
 )
@@ -153,7 +153,7 @@ def test_check_runs_nothing_untrusted(descant, canary, own_lock, capfd, words):
 
 def test_check_is_for_folders(descant, hub, canary):
     for name in ("ann/rec", "bayes-risk"):
-        untouched(descant("recipe", "check", name, "--trust-remote-code"), "`FOLDER` must be a folder here")
+        untouched(descant("recipe", "check", name, "--trust-remote-code"), "FOLDER must be a folder here")
     assert hub.since() == []
     untouched(descant("recipe", "check", "./nowhere", "--trust-remote-code"))
 
@@ -390,8 +390,8 @@ def test_trust_pins_and_forget_unpins(descant, canary, own_lock):
     result = descant("recipe", "forget", "bird")
     assert (result.exit_code, result.stdout) == (0, f"forgot {key}\n")
     assert Lock().pins() == {}
-    untouched(descant("recipe", "forget", "bird"), "`REF` must be a recipe that has been trusted, got 'bird'")
-    untouched(descant("recipe", "forget", "bayes-risk"), "`REF` must be a recipe that has been trusted")
+    untouched(descant("recipe", "forget", "bird"), "REF must be a recipe that has been trusted, got 'bird'")
+    untouched(descant("recipe", "forget", "bayes-risk"), "REF must be a recipe that has been trusted")
     assert not canary.exists()
 
 
@@ -669,21 +669,21 @@ def test_chat_answers_with_a_recipe(descant, talker, kind):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--trust-remote-code",), "`trust_remote_code` has no use without `recipe`, got True: add --recipe"),
-        (("--recipe-argument", "a=1"), "`recipe_argument` has no use without `recipe`, got ['a=1']"),
+        (("--trust-remote-code",), "--trust-remote-code has no use without --recipe, got True: add --recipe"),
+        (("--recipe-argument", "a=1"), "--recipe-argument has no use without --recipe, got ['a=1']"),
         (
             ("--recipe", "bird", "--recipe-argument", "word"),
-            "`recipe_argument` must be NAME=JSON, got 'word'",
+            "--recipe-argument must be NAME=JSON, got 'word'",
         ),
-        (("--recipe", "bird", "--recipe-argument", "=1"), "`recipe_argument` must be NAME=JSON"),
-        (("--recipe", "bird", "--recipe-argument", "a b=1"), "`recipe_argument` must be NAME=JSON"),
+        (("--recipe", "bird", "--recipe-argument", "=1"), "--recipe-argument must be NAME=JSON"),
+        (("--recipe", "bird", "--recipe-argument", "a b=1"), "--recipe-argument must be NAME=JSON"),
         (
             ("--recipe", "bird", "--recipe-argument", "word=text"),
-            "`recipe_argument` must have JSON after its =, got 'word=text': write text in quotation marks:",
+            "--recipe-argument must have JSON after its =, got 'word=text': write text in quotation marks:",
         ),
         (
             ("--recipe", "bird", "--recipe-argument", "word=1", "--recipe-argument", "word=2"),
-            "`recipe_argument` must give each argument once, got 'word=2'",
+            "--recipe-argument must give each argument once, got 'word=2'",
         ),
         (("--recipe", "nowhere-at-all"), "recipe `nowhere-at-all`: is neither installed"),
         (("--recipe", "./nowhere", "--trust-remote-code"), "recipe `./nowhere`"),

@@ -116,7 +116,7 @@ def test_a_pipe_is_no_file(descant, stories, source):
     assert (result.exit_code, result.stderr) == (0, "")
     assert '"run"' not in descant("generate", stories, "--input", source, *OPTIONS).stdout
     result = descant("generate", stories, "--input", source, "--overwrite", *OPTIONS)
-    assert "`overwrite` has no use without a file as --output" in result.stderr
+    assert "--overwrite has no use without a file as --output" in result.stderr
 
 
 @pytest.mark.parametrize(

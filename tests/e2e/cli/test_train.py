@@ -196,16 +196,16 @@ def test_detect_uses_it(descant, stories, key, files, tmp_path):
 
 
 REFUSED = {
-    "no texts": ((), "`prompts` must be given, or both --marked and --unmarked"),
+    "no texts": ((), "--prompts must be given, or both --marked and --unmarked"),
     "one file": (("--marked", "M"), "got ['--marked']"),
     "a length": (("--marked", "M", "--unmarked", "M", "--max-new-tokens", 9), "use --tokens"),
-    "no use": (("--marked", "M", "--unmarked", "M", "--top-k", 9), "`top_k` has no use"),
+    "no use": (("--marked", "M", "--unmarked", "M", "--top-k", 9), "--top-k has no use"),
     "no file": (("--marked", "nowhere", "--unmarked", "M"), "nowhere"),
-    "a bad line": (("--marked", "BAD", "--unmarked", "M"), "`marked` must hold texts in line 2"),
+    "a bad line": (("--marked", "BAD", "--unmarked", "M"), "--marked must hold texts in line 2"),
     "a bad prompt": (("--prompts", "BAD"), '"prompt" in line 1'),
-    "too few": (("--marked", "FEW", "--unmarked", "M"), "`marked` must contain at least 4 texts"),
-    "none": (("--marked", "M", "--unmarked", "NONE"), "`unmarked` must contain at least 4 texts"),
-    "no prompts": (("--prompts", "NONE"), "`marked` must contain at least 4 texts"),
+    "too few": (("--marked", "FEW", "--unmarked", "M"), "--marked must contain at least 4 texts"),
+    "none": (("--marked", "M", "--unmarked", "NONE"), "--unmarked must contain at least 4 texts"),
+    "no prompts": (("--prompts", "NONE"), "--marked must contain at least 4 texts"),
     "another scheme": (("--marked", "M", "--unmarked", "M", "--key", "GREEN"), "must be one SynthID key"),
     "not empty": (("--marked", "M", "--unmarked", "M", "--out", "HERE"), "new or empty"),
 }

@@ -49,8 +49,8 @@ def test_bold_on_a_terminal(descant):
     ("arguments", "message"),
     [
         (("nowhere",), "nowhere must be a file that can be read"),
-        (("run.jsonl", "--request", 3), "`request` must be one of [0], got 3"),
-        (("run.jsonl", "--svg", "run.jsonl"), "`svg` must be another file than the trace"),
+        (("run.jsonl", "--request", 3), "--request must be one of [0], got 3"),
+        (("run.jsonl", "--svg", "run.jsonl"), "--svg must be another file than the trace"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(descant, arguments, message):

@@ -243,22 +243,22 @@ def test_an_invalid_call_is_reported_in_one_line(descant, stories, tmp_path, key
     (tmp_path / "wrong.json").write_text(json.dumps({"hashing_key": str(SECRET)}))
     file, good = tmp_path / "text.txt", ("--key", key("green"))
     cases = [
-        ((file,), "`key` must come from exactly one source, got 'neither a file nor a variable'"),
-        ((file, "--key", tmp_path / "none.json"), "`key` must be a file that can be read (No such file"),
+        ((file,), "--key must come from exactly one source, got 'neither a file nor a variable'"),
+        ((file, "--key", tmp_path / "none.json"), "--key must be a file that can be read (No such file"),
         (
             (file, "--key", tmp_path / "wrong.json"),
             "must have a positive integer below 2^63 as `hashing_key`",
         ),
         ((file, "--key", str(SECRET)), "got 'a value that is not a path'"),
-        ((tmp_path / "none.txt", *good), "`FILE` must be a file that can be opened (No such file"),
-        ((tmp_path / "latin.txt", *good), "`FILE` must be text in UTF-8"),
-        ((tmp_path / "empty.jsonl", *good), "`FILE` must hold a text"),
-        (("-", "-", *good), "`FILE` must be standard input only once"),
-        ((file, *good, "--alpha", "2"), "`alpha` must be between 0 and 1, got 2.0"),
-        ((file, *good, "--html", file), "`html` must be another file than FILE"),
-        ((file, *good, "--html", tmp_path / "no" / "page.html"), "`html` must be a file that can be written"),
-        ((file, *good, "--bayes", tmp_path), "`bayes` must be the folder of a trained Bayesian detector"),
-        ((file, *good, "--model", tmp_path / "none"), "`model` must be a folder that exists"),
+        ((tmp_path / "none.txt", *good), "FILE must be a file that can be opened (No such file"),
+        ((tmp_path / "latin.txt", *good), "FILE must be text in UTF-8"),
+        ((tmp_path / "empty.jsonl", *good), "FILE must hold a text"),
+        (("-", "-", *good), "FILE must be standard input only once"),
+        ((file, *good, "--alpha", "2"), "--alpha must be between 0 and 1, got 2.0"),
+        ((file, *good, "--html", file), "--html must be another file than FILE"),
+        ((file, *good, "--html", tmp_path / "no" / "page.html"), "--html must be a file that can be written"),
+        ((file, *good, "--bayes", tmp_path), "--bayes must be the folder of a trained Bayesian detector"),
+        ((file, *good, "--model", tmp_path / "none"), "--model must be a folder that exists"),
         ((file, *good, "--keys", "x"), "No such option: --keys"),
     ]
     for arguments, message in cases:
@@ -271,7 +271,7 @@ def test_an_invalid_call_is_reported_in_one_line(descant, stories, tmp_path, key
     twice = tmp_path / "twice.json"
     twice.write_text(json.dumps({"name": "green", "hashing_key": 99}))
     result = descant("watermark", "detect", file, "--model", stories, *good, "--key", twice)
-    assert "`key` must give each key a name of its own, got 'green'" in result.stderr
+    assert "--key must give each key a name of its own, got 'green'" in result.stderr
     assert descant("watermark", "detect", file, "--model", stories, *good, *good).exit_code == 0
 
 
@@ -292,7 +292,7 @@ def test_a_tokenizer_alone_needs_the_vocabulary_for_green_lists(descant, stories
     options = ("watermark", "detect", "--model", tmp_path / "alone", "--json")
     result = descant(*options, "--key", key("green"), input=marked["green"][1])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "`model` must have a config that tells how many tokens the model scores" in result.stderr
+    assert "--model must have a config that tells how many tokens the model scores" in result.stderr
     known = descant(*options, "--key", key("green"), "--vocabulary", 32000, input=marked["green"][1])
     assert read(known.stdout)[0]["verdict"] == "marked"
     other = descant(*options, "--key", key("gumbel"), input=marked["gumbel"][1])
@@ -349,7 +349,7 @@ def test_other_warnings_are_left_to_python(descant, stories, key, monkeypatch):
     seen = []
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: seen.append(str(message)))
     monkeypatch.setattr(
-        "descant.cli.watermark.load_tokenizer",
+        "descant.models.loading.load_tokenizer",
         lambda name: (warnings.warn("odd", stacklevel=1), load_tokenizer(name))[1],
     )
     with warnings.catch_warnings():
@@ -391,7 +391,7 @@ def test_a_bayesian_detector_is_used_too(descant, stories, tmp_path, key, marked
     assert "(1 % of unmarked texts are above 0.7500)" in table.stdout
     wrong = descant(*asked, "--key", key("green"), input=lines(rows))
     assert wrong.exit_code == 2
-    assert "`bayes` must be the detector of one of the keys, " in wrong.stderr
+    assert "--bayes must be the detector of one of the keys, " in wrong.stderr
     assert model.config.key_fingerprint in wrong.stderr
 
 
@@ -430,8 +430,8 @@ def test_a_key_may_go_into_a_pipe(descant, tmp_path, monkeypatch):
     ("line", "message"),
     [
         ((), "Missing option '--scheme'"),
-        (("--scheme", "red"), "`scheme` must be one of green, selfhash, synthid, gumbel, got 'red'"),
-        (("--scheme", "green", "--name", ""), "`name` must not be empty"),
+        (("--scheme", "red"), "--scheme must be one of green, selfhash, synthid, gumbel, got 'red'"),
+        (("--scheme", "green", "--name", ""), "--name must not be empty"),
         (("--scheme", "green", "--out", "/nowhere/key"), "must be a file that can be created (No such file"),
     ],
 )
@@ -468,9 +468,12 @@ def test_generate_marks_with_a_key_that_is_no_option(descant, loaded, stories, k
 
 def test_generate_needs_one_key(descant, stories, key):
     for option, message in (
-        (key("green", "gumbel"), "`watermark` must have one key to mark with, got ['green', 'gumbel']"),
-        ("env", "`key` must come from exactly one source"),
-        ("none.json", "`key` must be a file that can be read (No such file or directory), got 'none.json'"),
+        (key("green", "gumbel"), "--watermark must have one key to mark with, got ['green', 'gumbel']"),
+        ("env", "--watermark must come from exactly one source"),
+        (
+            "none.json",
+            "--watermark must be a file that can be read (No such file or directory), got 'none.json'",
+        ),
     ):
         result = descant("generate", stories, PROMPT, "--watermark", option)
         assert (result.exit_code, result.stdout) == (2, "")

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.distributed import DistributedConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import descant
 from descant.models.rank_group import all_ranks_or_none
@@ -206,6 +209,10 @@ def main(folder: str, answers: Path) -> None:
     found["half"] = alike(load(torch.bfloat16, tp_size=2))
     found["pipeline"] = alike(load(pp_size=2))
     found["sharded"] = paced(load(fsdp_size=2))
+    # The wrapper that came before, whose root gathers its own weights.
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    policy, cpu = ModuleWrapPolicy({LlamaDecoderLayer}), torch.device("cpu")
+    found["wrapped"] = paced(FullyShardedDataParallel(whole, auto_wrap_policy=policy, device_id=cpu))
     (answers / f"{RANK}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

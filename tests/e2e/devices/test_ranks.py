@@ -181,18 +181,20 @@ def test_after_any_of_that_the_ranks_are_in_step(answers: Answers, llama: Tiny) 
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["sharded", "wrapped"])
 def test_sharded_weights_serve_ranks_with_prompts_of_their_own(
-    answers: Answers, llama: Tiny, rank: int
+    answers: Answers, llama: Tiny, how: str, rank: int
 ) -> None:
-    said, mine = answers[rank]["sharded"], [rank_script.PROMPTS, rank_script.LEVEL][rank]
+    said, mine = answers[rank][how], [rank_script.PROMPTS, rank_script.LEVEL][rank]
     short, long = [4, 9][rank], [9, 4][rank]
     assert said["greedy"]["tokens"] == whole(llama, mine, max_new_tokens=short)
     assert said["asked for"] == said["greedy"]
     assert said["the other way"]["tokens"] == whole(llama, mine, max_new_tokens=long, num_beams=2)
 
 
-def test_a_rank_with_prompts_of_its_own_fails_alone(answers: Answers, llama: Tiny) -> None:
-    first, second = (answer["sharded"] for answer in answers)
+@pytest.mark.parametrize("how", ["sharded", "wrapped"])
+def test_a_rank_with_prompts_of_its_own_fails_alone(answers: Answers, llama: Tiny, how: str) -> None:
+    first, second = (answer[how] for answer in answers)
     assert second["one fails"]["error"] == "ConfigError"
     assert first["one fails"]["tokens"] == whole(llama, max_new_tokens=6)
     assert first["one fails later"]["error"] == "OSError"

@@ -17,7 +17,15 @@ FILES = {str(path.relative_to(doc_blocks.ROOT)): path for path in doc_blocks.sou
 PLAIN = [
     pytest.param(name, marks=pytest.mark.reference if doc_blocks.needs_transformers4(path) else ())
     for name, path in FILES.items()
-    if not (doc_blocks.is_isolated(path) or doc_blocks.is_programs(path) or doc_blocks.needs_vllm(path))
+    if not any(
+        kind(path)
+        for kind in (
+            doc_blocks.is_isolated,
+            doc_blocks.is_programs,
+            doc_blocks.needs_clients,
+            doc_blocks.needs_vllm,
+        )
+    )
 ]
 
 
@@ -35,6 +43,11 @@ def test_every_isolated_page_runs(
     (tmp_path / "models").symlink_to(pretrained.folder("smollm2").parent)
     monkeypatch.setenv("DESCANT_RECIPES_LOCK", str(tmp_path / ".lock"))
     assert doc_blocks.run(FILES[name], tmp_path, fork_server.programs) > 3
+
+
+def test_only_one_page_needs_the_tools_of_others() -> None:
+    pages = [name for name, path in FILES.items() if doc_blocks.needs_clients(path)]
+    assert pages == ["docs/guide/works-with.md"]
 
 
 def test_only_one_page_needs_vllm() -> None:

@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 
 import descant
-from descant.cli import watermark as watermark_command
+from descant.cli import detection_output
 from descant.cli.show import write_output
 from descant.config.hub import commit as hub_commit
 from descant.decoding.watermark.schemes.keys import new_settings, write_settings
@@ -90,8 +90,8 @@ def picture_file() -> Writer:
 
 def report_file() -> Writer:
     def write(folder: Path, version: int) -> None:
-        watermark_command.render_report = lambda *_: f"<html>{version}{TEXT}"
-        watermark_command._write_page(folder / "report.html", [], None)
+        detection_output.render_report = lambda *_: f"<html>{version}{TEXT}"
+        detection_output.write_page(folder / "report.html", [], None)
 
     return write
 

@@ -243,9 +243,10 @@ def test_arguments_inside_generation_kwargs_are_fields_and_inputs():
 
 
 def test_explain_calls_the_explainer_of_the_class(monkeypatch):
-    monkeypatch.setattr(GenerationConfig, "explainer", None)
-    with pytest.raises(DescantError, match=r"`GenerationConfig\.explainer` must be set"):
-        GenerationConfig().explain()
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationConfig.explainer, "load", None)
+        with pytest.raises(DescantError, match=r"`GenerationConfig\.explainer\.load` must be set"):
+            GenerationConfig().explain()
     monkeypatch.setattr(GenerationConfig, "explainer", lambda config, model: f"{config.num_beams} {model}")
     assert GenerationConfig(num_beams=3).explain("m") == "3 m"
 

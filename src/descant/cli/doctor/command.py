@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import typer
 
 from descant.cli import terminal
-from descant.cli.command import FAILURE, Command
-from descant.cli.doctor.machine import clock_name, default_device, machine_facts
-from descant.cli.doctor.report import DoctorReport
+from descant.cli.command import Command
+from descant.cli.exit_codes import FAILURE
+from descant.config.dtype_names import DTYPES
 from descant.core.atomic_file import write_text
 from descant.errors import InputError
-from descant.models.loading import DTYPES, check_device
 
 __all__ = ["DoctorCommand"]
 
@@ -27,6 +26,8 @@ class DoctorCommand(Command):
     It runs on a tiny random model and, with `--model`, on yours. The report has no paths and no names of
     users. The exit code is 1 if a law or a parity check failed.
     """
+
+    needs_torch: ClassVar[bool] = True
 
     model: Annotated[
         str | None,
@@ -56,6 +57,11 @@ class DoctorCommand(Command):
 
     def run(self) -> int:
         """Check the machine, and print and write the report."""
+        # Imported here: the help of the command need not load torch.
+        from descant.cli.doctor.machine import clock_name, default_device, machine_facts
+        from descant.cli.doctor.report import DoctorReport
+        from descant.models.loading import check_device
+
         chosen = self._sections()
         device = check_device(self.device or default_device())
         report = DoctorReport(clock=clock_name(device))

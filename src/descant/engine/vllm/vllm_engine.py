@@ -43,6 +43,7 @@ _REFUSED_PARTS: Final = {
     "return_past_key_values": "must be False: the keys and values are vLLM's",
     "recipe": "must be None: a recipe needs Descant's own loop",
     "prompt_logprobs": "must be None on vLLM",
+    "adapter_name": "must be None on vLLM: its own requests name adapters",
 }
 
 

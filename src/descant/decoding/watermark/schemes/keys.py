@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from descant.config.field_types import LARGEST_INT
 from descant.config.fields import RedactedMap
+from descant.config.watermark_schemes import SCHEMES
 from descant.core.atomic_file import write_bytes
 from descant.decoding.watermark.schemes.config import (
     BaseWatermarkingConfig,
@@ -30,7 +31,6 @@ from descant.errors import ConfigError, InputError
 __all__ = [
     "KEY_FILE_VARIABLE",
     "KEY_VARIABLE",
-    "SCHEMES",
     "PublicKeyWarning",
     "fingerprint",
     "new_settings",
@@ -41,7 +41,6 @@ __all__ = [
 
 KEY_VARIABLE: Final = "DESCANT_WATERMARK_KEY"  # contains JSON
 KEY_FILE_VARIABLE: Final = "DESCANT_WATERMARK_KEY_FILE"  # contains the path of a JSON file
-SCHEMES: Final = ("green", "selfhash", "synthid", "gumbel")
 
 _NAME: Final = "name"
 _MAX_FILE_BYTES: Final = 2**20

@@ -1,4 +1,4 @@
-"""`descant chat`: a conversation with a model."""
+"""A conversation: its messages, and the parameters of the next reply."""
 
 from __future__ import annotations
 
@@ -6,31 +6,24 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any, Final
-
-import typer
+from typing import Any, Final
 
 from descant.api.chat_prompt import ChatPrompt
-from descant.api.prompt import Message, require_chat_template, user_messages
+from descant.api.prompt import Message, user_messages
 from descant.api.stream import stream
 from descant.cli import options, terminal
-from descant.cli.command import FAILURE
+from descant.cli.default_length import LENGTH_FIELDS
 from descant.cli.function_recipe import FunctionRecipe
-from descant.cli.grammar_command import GrammarCommand, read_json
 from descant.cli.stream_printer import StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.config.grammar_spec import TOOL_CHOICES
 from descant.config.registry import unknown_field_error
 from descant.decoding.grammars.tool_calls import ToolCall, parse_tool_calls
 from descant.engine.planner import as_model
 from descant.errors import ConfigError, DescantError, InputError
 
-__all__ = ["ChatCommand"]
+__all__ = ["Conversation", "check_values", "input_lines", "is_interactive"]
 
 DEFAULT_NEW_TOKENS: Final = 512  # per reply, if no length is given
-LENGTH_FIELDS: Final = frozenset({"max_new_tokens", "max_length"})
 
 HELP: Final = """\
 /set FIELD=VALUE   change a generation parameter, written as on the command line
@@ -39,60 +32,6 @@ HELP: Final = """\
 /exit              leave
 /help              show this
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatCommand(GrammarCommand):
-    """Talk to a model: each line is a turn, and /help lists commands.
-
-    Answers end after 512 tokens unless a length is given. With --tools the model may call functions; the
-    lines after a call are their results, one for each.
-    """
-
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system prompt.")] = None
-    tools: Annotated[
-        str | None,
-        typer.Option("--tools", metavar="FILE", help="Functions to call: a JSON list in OpenAI's form."),
-    ] = None
-
-    tool_choice: Annotated[
-        str | None,
-        typer.Option(
-            "--tool-choice",
-            metavar="TEXT",
-            help="auto, required (answers to you are calls), or a name.",
-        ),
-    ] = None
-
-    @cached_property
-    def tool_list(self) -> Any:
-        """The functions of `--tools`, as given."""
-        return () if self.tools is None else read_json("tools", self.tools)
-
-    def _grammars(self) -> dict[str, Mapping[str, Any]]:
-        """The grammar of each option that is given, `--tools` included."""
-        grammars, choice = super()._grammars(), self.tool_choice
-        if self.tools is None:
-            if choice is not None:
-                raise InputError("tool_choice", "has no use without `tools`", choice, "add --tools")
-            return grammars
-        named = {"type": "function", "function": {"name": choice}}
-        chosen = {} if choice is None else {"tool_choice": choice if choice in TOOL_CHOICES else named}
-        return {**grammars, "--tools": {"tools": self.tool_list, **chosen}}
-
-    def run(self) -> int:
-        """Answer until the input ends."""
-        _check_values(self.values)
-        model, tokenizer = self.load()
-        require_chat_template(tokenizer, self.model)
-        prompt = ChatPrompt(tokenizer, self.system, self.tool_list)
-        conversation = Conversation(model, prompt, self.file_config(), self.parameters, self.request_extras())
-        terminal.print_info("/help lists commands, /exit leaves")
-        for line in _input_lines():
-            if not conversation.handle_line(line):
-                break
-        # The exit code is for programs: a user has seen the error.
-        return FAILURE if conversation.has_failed and not _is_interactive() else 0
 
 
 class Conversation:
@@ -167,7 +106,7 @@ class Conversation:
             raise unknown_field_error(name, value) if name not in FIELDS else _not_settable_error(name, value)
         values = options.override_values(self.values, {name: options.parse_value(FIELDS[name], [value])})
         options.reject_tensor_fields(values)
-        _check_values(values)
+        check_values(values)
         GenerationConfig.merge(values, self.file_config, self.model_config)
         self.values = values
 
@@ -198,7 +137,7 @@ class Conversation:
                     printer.print_event(event)
                     parts.append(event.text or "")
             except KeyboardInterrupt:
-                if not _is_interactive():
+                if not is_interactive():
                     raise
                 # The reply ends here and is kept.
             finally:
@@ -217,12 +156,12 @@ def _with_free_tool_choice(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "grammar": {**grammar, "tool_choice": "auto"}}
 
 
-def _is_interactive() -> bool:
+def is_interactive() -> bool:
     """Whether standard input is a terminal."""
     return sys.stdin.isatty()
 
 
-def _check_values(values: Mapping[str, Any]) -> None:
+def check_values(values: Mapping[str, Any]) -> None:
     """Raise ConfigError for parameters that a conversation does not support."""
     if values.get("num_return_sequences", 1) not in (None, 1):
         value = values["num_return_sequences"]
@@ -231,9 +170,9 @@ def _check_values(values: Mapping[str, Any]) -> None:
         raise ConfigError("logprobs", "has no use in a conversation", values["logprobs"], "leave it out")
 
 
-def _input_lines() -> Iterator[str]:
+def input_lines() -> Iterator[str]:
     """Lines typed at a prompt, or lines of a pipe."""
-    if not _is_interactive():
+    if not is_interactive():
         for line in sys.stdin:  # noqa: UP028 - delegating would close standard input with the iterator
             yield line
         return

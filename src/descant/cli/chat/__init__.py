@@ -1,0 +1,1 @@
+"""`descant chat`: a conversation with a model."""

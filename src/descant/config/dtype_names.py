@@ -1,0 +1,9 @@
+"""The dtypes of weights that a user can name."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["DTYPES"]
+
+DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
