@@ -1,0 +1,36 @@
+"""The path of a newcomer is that of the README."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tools import first_run
+
+
+def test_the_line_for_cpus_is_the_first() -> None:
+    titles = [title for title, _ in first_run.steps([])]
+    assert titles[0] == "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    assert titles[1] == 'pip install "descant[cli]"'
+    assert titles[2].startswith("hf download ")
+    assert titles[3:] == ["the first example", "the commands that write run.html"]
+
+
+def test_its_commands_are_those_of_the_page() -> None:
+    *_, (_, example), (_, commands) = first_run.steps([])
+    assert "descant.generate(" in example[-1]
+    assert "--html run.html" in commands[-1]
+    for _, command in first_run.steps([]):
+        if command[0] == "bash":
+            subprocess.run(["bash", "-n", "-c", command[-1]], check=True)
+
+
+def test_a_line_can_be_replaced() -> None:
+    changed = dict(first_run.steps([["hf download", "echo download"]]))
+    assert [title for title in changed if title.startswith("echo download HuggingFaceTB/")]
+
+
+def test_megabytes_count_no_links(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0" * 2_000_000)
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert first_run.megabytes(tmp_path) == 2.0
