@@ -75,7 +75,9 @@ class TransformersModel:
             RecurrentStateHandler(model, self.traits) if self.traits.cache_type == "recurrent" else None
         )
         self._encoder = (
-            Encoder(model, self.traits, states, self.device, self._adapters) if self.traits.is_encoder_decoder else None
+            Encoder(model, self.traits, states, self.device, self._adapters)
+            if self.traits.is_encoder_decoder
+            else None
         )
         self._prompt_embeds: dict[int, Tensor] = {}
         # One layer of each type, to query the cache for the visible slots of that type.
@@ -230,7 +232,9 @@ class TransformersModel:
         if self._skip_logits:
             inputs["logits_to_keep"] = torch.zeros(0, dtype=torch.long, device=self.device)
         elif batch.width > 1:
-            logits_to_keep, logit_index = logit_positions(proposal, batch, self.traits, self.device, self._is_multi_device)
+            logits_to_keep, logit_index = logit_positions(
+                proposal, batch, self.traits, self.device, self._is_multi_device
+            )
             if logits_to_keep is not None:
                 inputs["logits_to_keep"] = logits_to_keep
         output = self._call_model({**inputs, "use_cache": True}, batch, request)

@@ -96,7 +96,8 @@ class ChatCommands:
 
     def regenerate(self, _: str) -> None:
         """Reply again."""
-        if not self.conversation.regenerate():
+        is_new, config = self.conversation.regenerate(), self.conversation.merged_config()
+        if not is_new and (not config.do_sample or config.seed is not None):
             terminal.print_info("the reply is the same: without a seed, do_sample=true gives others")
 
     def undo(self, _: str) -> None:

@@ -1,0 +1,254 @@
+"""PEFT adapters: the active one, and rows of different adapters in one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
+
+import descant
+from descant.testing import toy
+
+IDS = torch.tensor([[5, 17, 29, 41, 53, 55], [0, 0, 7, 9, 11, 13], [0, 4, 6, 8, 10, 12]])
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+CALL = {"attention_mask": MASK, "max_new_tokens": 10, "pad_token_id": 0}
+NAMES = ("french", "german", "__base__")
+
+
+def lora(*modules: str, rank: int = 4, **more: Any) -> LoraConfig:
+    """A LoRA with random weights, whose effect is not zero."""
+    targets = list(modules or ("q_proj", "v_proj"))
+    return LoraConfig(r=rank, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **more)
+
+
+def wrap(model: Any, config: Any) -> Any:
+    """The model of PEFT with two adapters, german active."""
+    torch.manual_seed(1)
+    wrapped = get_peft_model(model, config, adapter_name="french")
+    wrapped.add_adapter("german", lora("q_proj", "o_proj", rank=2))
+    wrapped.set_adapter("german")
+    return wrapped.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return wrap(toy(), lora("q_proj", "v_proj", "up_proj", "lm_head"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: Any) -> dict[str, torch.Tensor]:
+    """What PEFT's own generate() returns, by adapter."""
+    results = {}
+    for name in NAMES[:2]:
+        model.set_adapter(name)
+        results[name] = model.generate(input_ids=IDS, do_sample=False, **CALL)
+    with model.disable_adapter():
+        results["__base__"] = model.generate(input_ids=IDS, do_sample=False, **CALL)
+    assert len({tuple(one.flatten().tolist()) for one in results.values()}) == 3
+    return results
+
+
+def test_the_active_adapter_runs(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    for name in NAMES[:2]:
+        model.set_adapter(name)
+        assert torch.equal(descant.generate(model, IDS, **CALL), expected[name])
+    with model.disable_adapter():
+        assert torch.equal(descant.generate(model, IDS, **CALL), expected["__base__"])
+
+
+def test_rows_of_a_batch_have_adapters_of_their_own(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    hooks = [len(module._forward_pre_hooks) for module in model.modules()]
+    mixed = descant.generate(model, IDS, adapter_names=list(NAMES), **CALL)
+    assert all(torch.equal(mixed[row], expected[name][row]) for row, name in enumerate(NAMES))
+    assert torch.equal(descant.generate(model, IDS, adapter_names="french", **CALL), expected["french"])
+    rest = descant.generate(model, IDS, adapter_names=["french", None, None], **CALL)
+    assert torch.equal(rest[1:], expected["german"][1:])
+    assert [len(module._forward_pre_hooks) for module in model.modules()] == hooks
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"guidance_scale": 1.5},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 1},
+        {"do_sample": True, "seed": 3, "top_k": 7},
+        {"cache_implementation": "paged"},
+        {"prefill_chunk_size": 2},
+    ],
+    ids=str,
+)
+def test_a_mixed_batch_is_the_batches_of_its_adapters(model: Any, fields: dict[str, Any]) -> None:
+    mixed = descant.generate(model, IDS, adapter_names=list(NAMES), **CALL, **fields)
+    each = len(mixed) // 3
+    for row, name in enumerate(NAMES):
+        alone = {**CALL, "attention_mask": MASK[row : row + 1], **fields}
+        single = descant.generate(model, IDS[row : row + 1], adapter_names=name, **alone)
+        part = mixed[row * each : (row + 1) * each]
+        width = min(part.shape[1], single.shape[1])
+        assert torch.equal(part[:, :width], single[:, :width])
+
+
+def test_a_request_admitted_late_has_its_adapter(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    cache = descant.PrefixCache(block=2)
+    session = descant.Session(model, prefix_cache=cache)
+    config = descant.GenerationConfig(max_new_tokens=10)
+
+    def request(row: int, name: str) -> descant.Request:
+        return descant.Request(IDS[row][MASK[row].bool()], config, adapter_name=name)
+
+    numbers, found = session.admit(request(0, "french")), {}
+    session.step()
+    numbers += session.admit(request(0, "german"), request(0, "__base__"))
+    session.step()
+    numbers += session.admit(request(0, "french"))
+    while len(session):
+        for event in session.step():
+            if isinstance(event, descant.Finished):
+                found[event.request] = event.hypotheses[0].tokens.tolist()
+    for number, name in zip(numbers, (*NAMES, "french"), strict=True):
+        assert found[number] == expected[name][0, 6 : 6 + len(found[number])].tolist()
+    assert cache.report().hits == 1  # of the second french one: adapters share no prefix
+
+
+def test_another_active_adapter_drops_cached_prefixes(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    cache, prompt = descant.PrefixCache(block=2), IDS[:1]
+    for name in ("french", "german", "german"):
+        model.set_adapter(name)
+        session = descant.Session(model, prefix_cache=cache)
+        session.admit(descant.Request(prompt[0], descant.GenerationConfig(max_new_tokens=10)))
+        while len(session):
+            events = session.step()
+        tokens = events[-1].hypotheses[0].tokens
+        assert tokens.tolist() == expected[name][0, 6 : 6 + len(tokens)].tolist()
+    assert cache.report().hits == 1
+
+
+def test_a_cache_of_another_adapter_is_refused(model: Any) -> None:
+    model.set_adapter("french")
+    cache = descant.prefill(model, IDS[:1])
+    model.set_adapter("german")
+    with pytest.raises(descant.InputError, match="must be made by this model, whose adapters is"):
+        descant.generate(model, IDS[:1], past_key_values=cache, max_new_tokens=2)
+
+
+def test_an_encoder_runs_with_the_adapters_too() -> None:
+    config = transformers.T5Config(
+        vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    torch.manual_seed(0)
+    base = transformers.T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        base.lm_head.weight.normal_()
+    targets = {"target_modules": ["q", "v"], "init_lora_weights": False, "task_type": "SEQ_2_SEQ_LM"}
+    model = get_peft_model(base, LoraConfig(r=4, **targets), adapter_name="french").eval()
+    model.add_adapter("german", LoraConfig(r=4, **targets))
+    call = {"attention_mask": MASK, "max_new_tokens": 8}
+    mixed = descant.generate(model, IDS, adapter_names=list(NAMES), **call)
+    theirs = model.generate(input_ids=IDS, adapter_names=list(NAMES), do_sample=False, **call)
+    assert torch.equal(mixed, theirs)
+    assert not torch.equal(mixed, descant.generate(model, IDS, **call))
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
+def test_models_of_transformers_own_adapters_take_names() -> None:
+    model = toy()
+    model.add_adapter(lora(), adapter_name="french")
+    model.add_adapter(lora(), adapter_name="german")
+    model.set_adapter("german")
+    one = descant.generate(model, IDS, **CALL)
+    assert torch.equal(descant.generate(model, IDS, adapter_names="german", **CALL), one)
+    assert not torch.equal(descant.generate(model, IDS, adapter_names="french", **CALL), one)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            "italian",
+            r"`adapter_name` must be one of 'french', 'german', or '__base__' for none, got 'italian'",
+        ),
+        (["french"], r"`adapter_names` must have a name for each of the 3 prompts"),
+        (7, r"`adapter_names` must be a name, or a list with a name for each prompt"),
+    ],
+)
+def test_wrong_names_are_refused(model: Any, names: Any, message: str) -> None:
+    with pytest.raises(descant.InputError, match=message):
+        descant.generate(model, IDS, adapter_names=names, **CALL)
+
+
+def test_a_model_without_adapters_refuses_names() -> None:
+    with pytest.raises(descant.InputError, match="must be None for a model without PEFT adapters"):
+        descant.generate(toy(), IDS, adapter_names="french", **CALL)
+
+
+def merged() -> Any:
+    model = wrap(toy(), lora())
+    model.merge_adapter()
+    return model
+
+
+def disabled() -> Any:
+    model = wrap(toy(), lora())
+    model.base_model.disable_adapter_layers()
+    return model
+
+
+def ia3() -> Any:
+    config = IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM")
+    return get_peft_model(toy(), config, adapter_name="french")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (merged, "has an adapter merged into its weights"),
+        (disabled, "has its adapters disabled"),
+        (lambda: wrap(toy(), lora(use_dora=True)), "has a variant of LoRA"),
+        (ia3, r"is a peft\.tuners\.ia3\.layer\.Linear, which PEFT runs with one adapter at a time"),
+    ],
+    ids=["merged", "disabled", "dora", "ia3"],
+)
+def test_layers_that_cannot_mix_are_named(make: Any, reason: str) -> None:
+    model = make()
+    whole = descant.generate(model, IDS, **CALL)  # the active adapter does run
+    assert torch.equal(whole, model.generate(input_ids=IDS, do_sample=False, **CALL))
+    with pytest.raises(descant.InputError, match=rf"`adapter_name` must be None while \S+ {reason}"):
+        descant.generate(model, IDS, adapter_names="french", **CALL)
+
+
+def test_inner_layers_have_no_head_by_row(model: Any) -> None:
+    with pytest.raises(descant.InputError, match="since the head has adapters"):
+        descant.generate(model, IDS, adapter_names="french", dola_layers="low", **CALL)
+    other = wrap(toy(), lora())
+    other.set_adapter("french")
+    expected = descant.generate(other, IDS, dola_layers="low", **CALL)
+    other.set_adapter("german")
+    found = descant.generate(other, IDS, adapter_names="french", dola_layers="low", **CALL)
+    assert torch.equal(found, expected)
+
+
+def test_a_learned_prompt_is_refused_by_name() -> None:
+    config = PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = get_peft_model(toy(), config)
+    with pytest.raises(descant.UnsupportedModel, match=r"learned prompt of PEFT \(PREFIX_TUNING\)"):
+        descant.generate(model, IDS, **CALL)
+
+
+def test_attached_methods_of_peft_models_are_descants(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    attached = descant.attach(model)
+    try:
+        found = attached.generate(input_ids=IDS, adapter_names="french", **CALL)
+        assert torch.equal(found, expected["french"])
+    finally:
+        descant.detach(model)
+
+
+def test_several_models_take_no_names(model: Any) -> None:
+    joint = descant.ProxyTuning(model, toy(seed=1), toy(seed=2))
+    with pytest.raises(descant.InputError, match="and for several models"):
+        descant.generate(joint, IDS, adapter_names="french", **CALL)
