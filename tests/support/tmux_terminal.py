@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,16 +35,18 @@ class Terminal:
 
     @classmethod
     @contextmanager
-    def running(cls, command: Sequence[str], folder: Path, **environment: str) -> Iterator[Terminal]:
+    def running(cls, command: Sequence[str], **environment: str) -> Iterator[Terminal]:
         """Run a command; its exit code is shown when it ends."""
-        terminal = cls(folder / "tmux.socket")
         settings = [f"{name}={value}" for name, value in _environment(environment).items()]
         line = f'env {shlex.join([*settings, *command])}; echo "exit code $?"; exec sleep 1000'
-        terminal.tmux("new-session", "-d", "-x", str(WIDTH), "-y", str(HEIGHT), line)
-        try:
-            yield terminal
-        finally:
-            terminal.tmux("kill-server", check=False)
+        # A socket of its own: the server of another terminal may still be ending. Its path must be short.
+        with tempfile.TemporaryDirectory(prefix="tmux", ignore_cleanup_errors=True) as folder:
+            terminal = cls(Path(folder) / "socket")
+            terminal.tmux("new-session", "-d", "-x", str(WIDTH), "-y", str(HEIGHT), line)
+            try:
+                yield terminal
+            finally:
+                terminal.tmux("kill-server", check=False)
 
     def tmux(self, *arguments: str, check: bool = True) -> str:
         """Run a command of tmux on the server of this terminal."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import types
 from pathlib import Path
 
@@ -39,6 +40,11 @@ def test_names_are_what_type_checkers_read_in_the_stub():
     assert sorted(alias.name for _, alias in imports) == sorted(descant.__all__)
     for module, alias in imports:
         assert getattr(importlib.import_module(str(module)), alias.name) is getattr(descant, alias.name)
+
+
+def test_no_name_is_that_of_a_module():
+    # The import of such a module would replace what the name stands for.
+    assert set(descant.__all__) & {one.name for one in pkgutil.iter_modules(descant.__path__)} == set()
 
 
 def test_a_star_imports_every_name():

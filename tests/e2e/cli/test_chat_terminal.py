@@ -26,7 +26,7 @@ def chat(talker, folder, *options):
     """A conversation in a terminal, with the state folder of a test."""
     path = os.pathsep.join([str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     command = [sys.executable, "-m", "descant.cli", "chat", talker, *options]
-    return Terminal.running(command, folder, XDG_STATE_HOME=str(folder / "state"), PYTHONPATH=path)
+    return Terminal.running(command, XDG_STATE_HOME=str(folder / "state"), PYTHONPATH=path)
 
 
 def prompts(screen):
@@ -120,7 +120,7 @@ def test_standard_output_has_only_replies(talker, tmp_path):
     command = f"{sys.executable} -m descant.cli chat {talker} --max-new-tokens 5 --no-history"
     path = os.pathsep.join([str(ROOT / "src"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     output = tmp_path / "out.txt"
-    with Terminal.running(["sh", "-c", f"{command} > {output}"], tmp_path, PYTHONPATH=path) as terminal:
+    with Terminal.running(["sh", "-c", f"{command} > {output}"], PYTHONPATH=path) as terminal:
         terminal.wait("the first prompt", lambda screen: READY in screen and ends_with_prompt(screen))
         terminal.type("Who?", "Enter")
         terminal.wait("the next prompt", lambda screen: prompts(screen) == 2 and ends_with_prompt(screen))

@@ -208,9 +208,9 @@ def test_checks_that_do_not_apply_are_skipped_with_the_reason(monkeypatch, subje
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--skip", "bench,lows"), "`skip` must be one of machine, fast-paths, laws"),
-        (("--device", "abacus"), "`device` must be an available device"),
-        (("--model", "./nowhere"), "`model` must be a folder that exists"),
+        (("--skip", "bench,lows"), "--skip must be one of machine, fast-paths, laws"),
+        (("--device", "abacus"), "--device must be an available device"),
+        (("--model", "./nowhere"), "--model must be a folder that exists"),
     ],
 )
 def test_mistakes_of_the_caller_exit_2(descant, options, message):
@@ -222,7 +222,7 @@ def test_mistakes_of_the_caller_exit_2(descant, options, message):
 def test_a_report_that_cannot_be_written_is_still_printed(descant, tmp_path):
     result = descant("doctor", *only("machine"), "--json", tmp_path / "no" / "report.json")
     assert (result.exit_code, "instruction set" in result.stdout) == (2, True)
-    assert "`json` must be a file that can be written" in result.stderr
+    assert "--json must be a file that can be written" in result.stderr
 
 
 # ------------------------------------------------------------------------ shares and times
