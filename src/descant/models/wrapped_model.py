@@ -94,7 +94,7 @@ def _peft_base(model: Any) -> Any:
     config = model.active_peft_config
     if config.is_prompt_learning:
         raise UnsupportedModel(
-            f"{type(model.base_model).__name__} has a learned prompt of PEFT ({config.peft_type.value}), which "
-            "is no layer of the model and is not supported: use an adapter in the layers, such as LoRA"
+            f"{type(model.base_model).__name__} has a learned prompt of PEFT ({config.peft_type.value}), "
+            "which is no layer of the model and is not supported: use an adapter in the layers, such as LoRA"
         )
     return model.get_base_model()
