@@ -54,6 +54,21 @@ def test_a_value_without_effect_is_a_warning_in_the_method(model: Any, name: str
         descant.generate(model, IDS, max_new_tokens=6, **{name: UNUSED[name]})
 
 
+@pytest.mark.parametrize("name", UNUSED)
+def test_transformers_4_ignores_the_same(reference: Any, tiny: Any, name: str) -> None:
+    llama = tiny("llama")
+    inputs = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+    arguments = {"max_new_tokens": 6, name: UNUSED[name]}
+    theirs = reference.generate(llama.folder, inputs, arguments)["sequences"]
+    model = descant.attach(llama.model)
+    try:
+        with pytest.warns(UserWarning, match=rf"^`{name}` has no use"):
+            ours = model.generate(**inputs, **arguments)
+    finally:
+        descant.detach(model)
+    assert ours.tolist() == theirs.tolist()
+
+
 def test_a_value_in_a_given_config_is_a_warning(model: Any) -> None:
     config = transformers.GenerationConfig(temperature=0.7, max_new_tokens=6)
     with pytest.warns(UserWarning, match=r"`temperature` has no use while `do_sample` is False, got 0\.7"):
