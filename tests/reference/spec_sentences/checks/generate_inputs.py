@@ -92,12 +92,7 @@ def _(lib):
         lib.model().generate(lib.ids(), token_healing=True, max_new_tokens=3)
 
 
-@field(
-    "low_mem_no",
-    298,
-    "`low_memory` without beams or contrastive search is ignored.",
-    ours="A parameter without effect is an error: leave it out.",
-)
+@field("low_mem_no", 298, "`low_memory` without beams or contrastive search is ignored.")
 def _(lib):
     with heard():
         lib.model().generate(lib.ids(), low_memory=True, max_new_tokens=2)

@@ -233,12 +233,7 @@ def _(lib):
     assert not torch.allclose(out.scores[0], logits, atol=1e-2)
 
 
-@field(
-    "scores_no",
-    316,
-    "`output_scores=True` without a record is ignored.",
-    ours="A parameter without effect is an error: set `return_dict_in_generate=True`.",
-)
+@field("scores_no", 316, "`output_scores=True` without a record is ignored.")
 def _(lib):
     with heard():
         lib.model().generate(lib.ids(), output_scores=True, max_new_tokens=2)
