@@ -29,6 +29,7 @@ from descant.kv_cache.cached_row import CachedRow
 from descant.models.no_cache import NoCache
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
+from descant.tokenization.detokenizer import IncrementalDetokenizer
 from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.tracer import Tracer
 
@@ -174,7 +175,6 @@ class Call:
         if self.user_cache is not None and traits.cache_type == "kv" and not traits.is_encoder_decoder:
             self.user_cache.check_model(model)  # other models are refused with the reason at admission
         self.request_ids: list[int] = []
-        self.prompt_ids: list[list[int]] = []  # of each prompt as it is fed, where there is a tokenizer
         self.configs: list[GenerationConfig] = []
         self.healed_suffixes: list[HealedSuffix] = []  # the tokens that healing removed from each prompt
 
@@ -212,12 +212,21 @@ class Call:
         prompts = prompts.drop_last_tokens(
             [len(suffix) for suffix in self.healed_suffixes], pad_token_id(options.config)
         )
-        if options.tokenizer is not None:
-            self.prompt_ids = [prompts.prompt(index).tolist() for index in range(len(prompts))]
         requests = self._requests(prompts, full_prompts, cached_rows)
         noise_rows = sum(num_rows(config) for config in self.configs)
         self.request_ids = self.session.admit(*requests, noise_rows=noise_rows)
         return prompts
+
+    def detokenizer(self, prompts: RaggedPrompts, index: int) -> IncrementalDetokenizer:
+        """The text of one sequence of a prompt, as its tokens come; the call has a tokenizer."""
+        return IncrementalDetokenizer(
+            self.options.tokenizer,
+            prompt_ids=prompts.prompt(index).tolist(),
+            stop_strings=self.configs[index].stop_strings or (),
+            # The text that token healing regenerates is part of the prompt.
+            skip=len(self.healed_suffixes[index].text.decode(errors="ignore")),
+            skip_special_tokens=True,
+        )
 
     def cancel(self) -> None:
         """Cancel the requests of the call that have not ended, where others use its engine after it."""

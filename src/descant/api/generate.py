@@ -392,4 +392,7 @@ def _run_call(args: _GenerateArgs) -> Tensor | GenerateOutput | TextOutput:
         warn_unused(options.configs, args.generation_config, fields)
     call = GenerateCall(args.model, options, args.streamer, args.progress)
     output = call.run(inputs)
-    return text_output(call.call, call.results, output) if has_texts else output
+    if not has_texts:
+        return output
+    assert call.prompts is not None
+    return text_output(call.call, call.prompts, call.results, output)

@@ -57,7 +57,9 @@ class GenerateCall:
         self.config = options.config
         self.streamer = streamer
         self.progress = progress  # whether a bar counts the finished prompts
-        self.results: list[list[Hypothesis]] = []  # of each prompt, after `run`
+        # After `run`: the prompts as they were fed, and the sequences of each.
+        self.prompts: RaggedPrompts | None = None
+        self.results: list[list[Hypothesis]] = []
         fields = STEP_OUTPUT_FIELDS if self.config.return_dict_in_generate else ()
         names = {name.removeprefix("output_") for name in fields if getattr(self.config, name)}
         self.states = tuple(sorted(names & {"attentions", "hidden_states"}))
@@ -79,7 +81,7 @@ class GenerateCall:
     @torch.no_grad()
     def run(self, inputs: Mapping[str, Any]) -> Tensor | GenerateOutput:
         """Run the call with these model inputs."""
-        prompts = self.call.admit(inputs)
+        prompts = self.prompts = self.call.admit(inputs)
         try:
             finished = self._drain(prompts)
         except BaseException:

@@ -25,7 +25,6 @@ from descant.models.rank_group import all_ranks_or_none
 from descant.models.whisper import is_whisper
 from descant.models.wrapped_model import unwrap_model
 from descant.tokenization.detokenizer import IncrementalDetokenizer
-from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.trace import Trace
 from descant.trace.tracer import Tracer
 
@@ -124,13 +123,19 @@ class Stream:
         self._lock = threading.Lock()
         self._rank_group: RankGroup | None = self.session.rank_group
         with torch.no_grad():
-            prompts = self._prompts = call.admit(_model_inputs(model, inputs, options.tokenizer, others))
+            self._prompts = call.admit(_model_inputs(model, inputs, options.tokenizer, others))
         self._prompt_streams = {
-            request: _PromptStream(
-                index, config, options.tokenizer, prompts.prompt(index), call.healed_suffixes[index]
-            )
+            request: _PromptStream(index, config, self._detokenizers(index, config))
             for index, (request, config) in enumerate(zip(call.request_ids, call.configs, strict=True))
         }
+
+    def _detokenizers(self, index: int, config: GenerationConfig) -> list[IncrementalDetokenizer | None]:
+        """One for each sequence of a prompt; None without a tokenizer."""
+        has_tokenizer = self._call.options.tokenizer is not None
+        return [
+            self._call.detokenizer(self._prompts, index) if has_tokenizer else None
+            for _ in range(config.num_return_sequences)
+        ]
 
     @property
     def trace(self) -> Trace | None:
@@ -296,25 +301,14 @@ class _PromptStream:
     """The streaming state of one prompt and its sequences."""
 
     def __init__(
-        self, row: int, config: GenerationConfig, tokenizer: Any, prompt: Tensor, healed: HealedSuffix
+        self, row: int, config: GenerationConfig, detokenizers: Sequence[IncrementalDetokenizer | None]
     ) -> None:
         self.row, self.config = row, config
         count = config.num_return_sequences
         self.num_emitted = [0] * count  # tokens of each sequence in events so far
         self.finished_slots: set[int] = set()  # sequences that finished before the request
         self.draft_counts: dict[int, tuple[int, int]] = {}  # drafts and accepted drafts of this step
-        ids = [] if tokenizer is None else prompt.tolist()
-        stops = config.stop_strings or ()
-        # The text that token healing regenerates is part of the prompt.
-        skip = len(healed.text.decode(errors="ignore"))
-        self.detokenizers = [
-            None
-            if tokenizer is None
-            else IncrementalDetokenizer(
-                tokenizer, prompt_ids=ids, stop_strings=stops, skip=skip, skip_special_tokens=True
-            )
-            for _ in range(count)
-        ]
+        self.detokenizers = detokenizers  # of each sequence; None without a tokenizer
 
     def token_event(self, group: _StepTokens) -> StreamEvent:
         """The event of a sequence's tokens in a step."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, overload
 
 from descant.api.call import Call
+from descant.api.inputs import RaggedPrompts
 from descant.api.outputs import GenerateOutput
 from descant.core.records import Hypothesis
-from descant.tokenization.detokenizer import IncrementalDetokenizer
 
 __all__ = ["Completion", "TextOutput", "text_output"]
 
@@ -77,25 +77,14 @@ class TextOutput(Sequence[Completion]):
         return self.output._repr_html_()
 
 
-def text_output(call: Call, results: Sequence[Sequence[Hypothesis]], output: Any) -> TextOutput:
+def text_output(
+    call: Call, prompts: RaggedPrompts, results: Sequence[Sequence[Hypothesis]], output: Any
+) -> TextOutput:
     """The output of a call with texts: `results` has the sequences of each prompt."""
-    completions = [
-        Completion(row, index, _text(call, row, ids), ids, hypothesis.reason, hypothesis)
-        for row, group in enumerate(results)
-        for index, hypothesis in enumerate(group)
-        for ids in [tuple(hypothesis.tokens.tolist())]
-    ]
+    completions = []
+    for row, group in enumerate(results):
+        for index, hypothesis in enumerate(group):
+            ids, detokenizer = tuple(hypothesis.tokens.tolist()), call.detokenizer(prompts, row)
+            text = detokenizer.put(ids) + detokenizer.end()
+            completions.append(Completion(row, index, text, ids, hypothesis.reason, hypothesis))
     return TextOutput(completions, output)
-
-
-def _text(call: Call, row: int, ids: Sequence[int]) -> str:
-    """The text that tokens add to a prompt, as a stream would give it."""
-    detokenizer = IncrementalDetokenizer(
-        call.options.tokenizer,
-        prompt_ids=call.prompt_ids[row],
-        stop_strings=call.configs[row].stop_strings or (),
-        # The text that token healing regenerates is part of the prompt.
-        skip=len(call.healed_suffixes[row].text.decode(errors="ignore")),
-        skip_special_tokens=True,
-    )
-    return detokenizer.put(ids) + detokenizer.end()

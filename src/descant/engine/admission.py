@@ -87,18 +87,13 @@ class Admission:
             suffix = healed_suffix(request, config, _checked_ids(request, self._model.traits.vocab_size))
         return replace(request, compiled_grammar=compile_request_grammar(request, spec, suffix))
 
-    def _with_adapter(self, request: Request) -> Request:
-        """A request whose adapter the model has, and which shares cached prefixes within the adapter only."""
-        name = request.adapter_name
-        if name is None:
-            return request
-        _check_salt(request)
+    def _check_adapter(self, name: Any) -> None:
+        """Raise unless the model has this adapter."""
         check = getattr(self._model, "check_adapter", None)
         if check is None:
             must = "must be None for a model that is not of transformers, and for several models"
             raise InputError(ADAPTER_NAME_KEY, must, name, "leave it out")
         check(name)
-        return replace(request, cache_salt=request.cache_salt + b"\0adapter\0" + name.encode())
 
     def make_plan(self, request: Request, traits: ModelTraits) -> DecodingPlan:
         """The plan of one request."""
@@ -121,17 +116,24 @@ class Admission:
         """The resolved requests; those with the same config and models share a plan."""
         plans: dict[tuple[int, ...], DecodingPlan] = {}
         resolved = []
+        for name in dict.fromkeys(request.adapter_name for request in requests):
+            if name is not None:
+                self._check_adapter(name)
         for request in requests:
             key = _plan_key(request)
             if key not in plans:
                 plans[key] = self.make_plan(request, traits)
-            resolved.append(_resolve_one(self._with_adapter(request), plans[key], traits))
+            resolved.append(_resolve_one(request, plans[key], traits))
         return resolved
 
 
 def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> ResolvedRequest:
     """One request by its plan."""
-    _check_salt(request)
+    if not isinstance(request.cache_salt, bytes):
+        raise InputError("cache_salt", "must be bytes", request.cache_salt)
+    if request.adapter_name is not None:  # adapters share no cached prefix
+        salt = request.cache_salt + b"\0adapter\0" + request.adapter_name.encode()
+        request = replace(request, cache_salt=salt)
     if request.prompt_logprobs is not None:
         do = "send it to a descant.AsyncEngine"
         raise InputError("prompt_logprobs", "must be None in a session", request.prompt_logprobs, do)
@@ -161,12 +163,6 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
     validate_negative_prompt(request, plan.wrappers, traits, prompt_params.max_length - length)
     prompt = ids[: length - num_healed] if num_healed else ids
     return ResolvedRequest(request, plan, prompt_params, method_params, prompt, offset, inputs)
-
-
-def _check_salt(request: Request) -> None:
-    """Raise for a salt of a wrong type."""
-    if not isinstance(request.cache_salt, bytes):
-        raise InputError("cache_salt", "must be bytes", request.cache_salt)
 
 
 def with_drawn_seed(one: ResolvedRequest) -> ResolvedRequest:

@@ -59,10 +59,12 @@ class PeftAdapters:
 
     def add_requests(self, requests: Sequence[int], names: Sequence[str | None]) -> None:
         """Register requests with the names of their adapters."""
-        for request, name in zip(requests, names, strict=True):
+        for name in dict.fromkeys(names):  # each once: a check walks all modules
             if name is not None:
                 self.check(name)
-                self._names[request] = name
+        self._names |= {
+            request: name for request, name in zip(requests, names, strict=True) if name is not None
+        }
 
     def remove_requests(self, requests: Sequence[int]) -> None:
         """Drop requests."""

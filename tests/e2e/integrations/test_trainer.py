@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 
 import descant
 from descant.testing import toy
+from tests.support.random_t5 import random_t5
 
 PAD = 0
 
@@ -53,18 +54,6 @@ def metrics(prediction: Any) -> dict[str, float]:
     return {"common": float(sum(found)), "checksum": float(np.abs(prediction.predictions).sum())}
 
 
-def t5() -> Any:
-    """A tiny random T5 that does not always say the same."""
-    config = transformers.T5Config(
-        vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    torch.manual_seed(0)
-    model = transformers.T5ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        model.lm_head.weight.normal_()
-    return model
-
-
 def causal() -> Any:
     """A tiny random Llama that pads with its end token, as transformers 5 pads beams if the pad is 0."""
     model = toy()
@@ -101,7 +90,7 @@ def evaluate(model: Any, folder: Path, **generation: Any) -> tuple[dict[str, flo
 @pytest.mark.parametrize("kind", ["encoder-decoder", "causal"])
 @pytest.mark.parametrize("generation", [{"generation_max_length": 14}, {"generation_num_beams": 3}], ids=str)
 def test_seq2seq_trainer_evaluates_alike(tmp_path: Path, kind: str, generation: dict[str, Any]) -> None:
-    make = t5 if kind == "encoder-decoder" else causal
+    make = random_t5 if kind == "encoder-decoder" else causal
     theirs, their_tokens = evaluate(make(), tmp_path, **generation)
     calls = []
     model = descant.attach(make())

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 
 import descant
 from descant.testing import toy
+from tests.support.random_t5 import random_t5
 
 IDS = torch.tensor([[5, 17, 29, 41, 53, 55], [0, 0, 7, 9, 11, 13], [0, 4, 6, 8, 10, 12]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
@@ -137,15 +137,8 @@ def test_a_cache_of_another_adapter_is_refused(model: Any) -> None:
 
 
 def test_an_encoder_runs_with_the_adapters_too() -> None:
-    config = transformers.T5Config(
-        vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    torch.manual_seed(0)
-    base = transformers.T5ForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        base.lm_head.weight.normal_()
     targets = {"target_modules": ["q", "v"], "init_lora_weights": False, "task_type": "SEQ_2_SEQ_LM"}
-    model = get_peft_model(base, LoraConfig(r=4, **targets), adapter_name="french").eval()
+    model = get_peft_model(random_t5(), LoraConfig(r=4, **targets), adapter_name="french").eval()
     model.add_adapter("german", LoraConfig(r=4, **targets))
     call = {"attention_mask": MASK, "max_new_tokens": 8}
     mixed = descant.generate(model, IDS, adapter_names=list(NAMES), **call)
