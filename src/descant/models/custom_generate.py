@@ -18,7 +18,13 @@ from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.errors import InputError, UnsupportedModel
 from descant.models.module_copy import shallow_copy
 
-__all__ = ["CustomGenerateModel", "as_custom_generate"]
+__all__ = [
+    "CustomGenerateModel",
+    "as_custom_generate",
+    "generating_modules",
+    "own_generate",
+    "replace_module",
+]
 
 # The positional order of the arguments of GenerationMixin.generate().
 _GENERATE_ARGUMENTS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
@@ -45,9 +51,9 @@ def as_custom_generate(model: Any) -> CustomGenerateModel | None:
     if not hasattr(model_class, "generate"):
         return None
     reason = _unsupported_reason(model_class)
-    if not reason and _own_generate(model_class) is GenerationMixin.generate:
+    if not reason and own_generate(model_class) is GenerationMixin.generate:
         return None
-    for path, part in _generating_modules(model):
+    for path, part in generating_modules(model):
         name, part_reason = path.rsplit(".", 1)[-1], _unsupported_reason(type(part))
         if part_reason and name in _names_in_generate(model_class):
             reason = reason or f"calls its `{name}`, which {part_reason}"
@@ -58,7 +64,7 @@ def as_custom_generate(model: Any) -> CustomGenerateModel | None:
 
 def _unsupported_reason(model_class: Any) -> str:
     """Why Descant cannot decode a model class; empty if it can."""
-    has_own = _own_generate(model_class) is not GenerationMixin.generate
+    has_own = own_generate(model_class) is not GenerationMixin.generate
     names = _names_in_generate(model_class) if has_own else frozenset()
     for name, reason in _UNSUPPORTED_HOOKS.items():
         default = getattr(GenerationMixin, name, None)
@@ -69,7 +75,7 @@ def _unsupported_reason(model_class: Any) -> str:
     return ""
 
 
-def _own_generate(model_class: Any) -> Any:
+def own_generate(model_class: Any) -> Any:
     """The generate() of a class, without that of Descant's mixin."""
     methods = (vars(base).get("generate") for base in model_class.__mro__)
     return next(
@@ -80,7 +86,7 @@ def _own_generate(model_class: Any) -> Any:
 
 def _names_in_generate(model_class: Any) -> frozenset[str]:
     """The names that the code of a class' generate() refers to."""
-    code = getattr(inspect.unwrap(_own_generate(model_class)), "__code__", None)
+    code = getattr(inspect.unwrap(own_generate(model_class)), "__code__", None)
     return frozenset(code.co_names if code is not None else ())
 
 
@@ -113,7 +119,7 @@ class CustomGenerateModel:
                 FIELDS[name].parse(value)  # validated here, so that the error is ours and not the model's
         args = () if inputs is None else (_clone_ids(inputs),)
         run = _CustomGenerateRun(generate, dict(zip(("inputs",), args, strict=False)) | given)
-        output = _own_generate(model_class)(self._make_stand_in(run), *args, **given)
+        output = own_generate(model_class)(self._make_stand_in(run), *args, **given)
         if not run.num_calls:
             raise UnsupportedModel(f"{model_class.__name__} decoded in its own generate(): call that")
         return output
@@ -131,7 +137,7 @@ class CustomGenerateModel:
     @property
     def _needs_single_config(self) -> bool:
         model_class: Any = type(self.model)
-        params = inspect.signature(inspect.unwrap(_own_generate(model_class))).parameters
+        params = inspect.signature(inspect.unwrap(own_generate(model_class))).parameters
         return "generation_config" in params or "_prepare_generation_config" in _names_in_generate(
             model_class
         )
@@ -143,8 +149,8 @@ class CustomGenerateModel:
         stand_in = shallow_copy(
             self.model, _stand_in_class(model_class), generation_config=config, _custom_generate_run=run
         )
-        for path, part in _generating_modules(self.model):
-            _replace_module(stand_in, path, shallow_copy(part, generate=run.bind_generate(part)))
+        for path, part in generating_modules(self.model):
+            replace_module(stand_in, path, shallow_copy(part, generate=run.bind_generate(part)))
         return stand_in
 
 
@@ -245,7 +251,7 @@ def _padding_mask(ids: Any, model: Any) -> dict[str, Tensor]:
     return {} if pad in eos_ids or not bool((ids == pad).any()) else {"attention_mask": (ids != pad).long()}
 
 
-def _generating_modules(model: nn.Module) -> list[tuple[str, Any]]:
+def generating_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """The outermost submodules that can generate, with their paths."""
     modules: list[tuple[str, Any]] = []
     for path, part in model.named_modules(remove_duplicate=False):
@@ -255,7 +261,7 @@ def _generating_modules(model: nn.Module) -> list[tuple[str, Any]]:
     return modules
 
 
-def _replace_module(view: Any, path: str, part: Any) -> None:
+def replace_module(view: Any, path: str, part: Any) -> None:
     """Replace the submodule at `path`; modules on the path are replaced by shallow copies."""
     *parents, last = path.split(".")
     for name in parents:
