@@ -318,6 +318,26 @@ def _run_custom_generate(args: _GenerateArgs, custom: Any) -> Tensor | GenerateO
     return output
 
 
+# ------------------------------------------------------------------------ several codebooks a step
+def _match_codebooks(args: _GenerateArgs) -> Any:
+    # Imported here: it imports transformers' models, which takes seconds.
+    from descant.models.codebooks.families import codebook_family_of
+
+    return None if args.is_hf_prepared else codebook_family_of(args.model)
+
+
+def _run_codebooks(args: _GenerateArgs, family: Any) -> Any:
+    """Decode the codebooks of a model whose own generate() prepares them and makes the output."""
+    from descant.api.codebook_call import CodebookCall, own_arguments
+
+    others = args.without(*_CALL_OPTION_NAMES)
+    fields = {name: value for name, value in others.items() if name in FIELDS}
+    config = args.generation_config
+    options = CallOptions.from_call(args.model, config, fields, lenient=args.is_method, **args.call_options())
+    arguments = own_arguments(args.model, config, bind_inputs(args.model, args.inputs, others))
+    return CodebookCall(args.model, family, options, args.streamer).run(arguments)
+
+
 # ------------------------------------------------------------------------ called by transformers' generate()
 def _run_hf_prepared(args: _GenerateArgs, _: bool) -> Tensor | GenerateOutput | TextOutput:
     """Run a call whose config and inputs transformers' generate() has prepared."""
@@ -357,6 +377,16 @@ _FRONT_ENDS: Final = (
             _Unsupported("assistant_model"),
             _Unsupported("use_model_defaults"),
             _Unsupported("recipe", "must be a function for {model}", InputError),
+        ),
+    ),
+    _FrontEnd(
+        _match_codebooks,
+        _run_codebooks,
+        tuple(
+            map(
+                _Unsupported,
+                ("scheduler", "progress", "use_model_defaults", "adapter_names", "recipe", "past_key_values"),
+            )
         ),
     ),
     _FrontEnd(

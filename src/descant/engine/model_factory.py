@@ -27,8 +27,14 @@ def as_model(model: Any, states: Sequence[str] = ()) -> Any:
         # One per session, since it holds requests; only the first model returns states.
         parts = [as_model(part, states if index == 0 else ()) for index, part in enumerate(model.models)]
         return JointModel(model, parts, lambda parts: MultiModelCache([part.new_cache() for part in parts]))
-    # A late import: it loads transformers' models, which a caller who has a model has loaded already.
+    # Late imports: they load transformers' models, which a caller who has a model has loaded already.
+    from descant.models.codebooks.codebook_model import CodebookModel
+    from descant.models.codebooks.families import codebook_family_of
     from descant.models.custom_generate import as_custom_generate
+
+    family = codebook_family_of(model)
+    if family is not None:
+        return CodebookModel(family, states)
 
     if not is_whisper(model) and as_custom_generate(model) is not None:
         kind = type(model).__name__

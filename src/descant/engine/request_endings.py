@@ -105,6 +105,7 @@ def _finish(table: Table, request: int) -> Finished | Failed:
         # Beam search may find fewer when all other continuations were ruled out.
         got = f"{len(sequences)} sequences of {wanted}"
         return Failed(request, no_candidates_error(request, running.plan, running.has_own_processors, got))
+    table.record_finished(request, sequences)
     cached = table.prefix_reuse.collect_finished(request, sequences[:wanted])
     return Finished(request, sequences[:wanted], cached)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import RowCache, SizedCache, Wrapper
-from descant.core.records import Proposal, Selection
+from descant.core.records import Hypothesis, Proposal, Selection
 from descant.core.rows import Rows, index_rows, stable_row_order
 from descant.decoding.strategies.backtracking import pending_tokens_of
 from descant.engine.admission import ResolvedRequest
@@ -138,6 +138,12 @@ class Table:
                 if drop:
                     parts.callback(running.strategy.drop, number)
             parts.callback(self.prefix_reuse.remove, number)
+
+    def record_finished(self, number: int, sequences: Sequence[Hypothesis]) -> None:
+        """Tell a model whose rows depend on each other how a request has ended."""
+        record = getattr(self._chain.base, "record_finished", None)
+        if record is not None:
+            record(number, sequences)
 
     def park(self, number: int) -> Rows:
         """Take the rows of a request out of the table, which may come back with `resume`."""

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerationMixin
@@ -16,7 +17,7 @@ from transformers.generation.utils import GenerationMixin
 from descant.models.custom_generate import generating_modules, own_generate, replace_module
 from descant.models.module_copy import shallow_copy
 
-__all__ = ["LoopInputs", "run_with_loop"]
+__all__ = ["LoopInputs", "known_fields", "run_with_loop"]
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,23 @@ def run_with_loop(
     return own_generate(model_class)(stand_in, **kwargs)
 
 
+def known_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config that transformers knows too: its generate() takes no others."""
+    known = vars(transformers.GenerationConfig())  # type: ignore[no-untyped-call]
+    return {name: value for name, value in fields.items() if name in known and value is not None}
+
+
 class _LoopMixin(GenerationMixin):
     """Precedes a model class, so that its generate() reaches the given loop."""
 
-    def _prefill(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
+    def _prefill(self, *_: Any, **__: Any) -> None:
         """Nothing: the loop feeds the prompts itself."""
 
-    def _prepare_cache_for_generation(self, *_: Any, **__: Any) -> None:
+    def _prepare_cache_for_generation(self, *_: Any, **__: Any) -> bool:
         """Nothing: the loop has its own cache."""
+        return False
 
-    def _sample(  # type: ignore[override] # noqa: PLR0913 - the signature of transformers
+    def _sample(  # noqa: PLR0913 - the signature of transformers
         self,
         input_ids: Tensor,
         logits_processor: Any,

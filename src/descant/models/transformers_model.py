@@ -56,9 +56,11 @@ class TransformersModel:
     of equal length.
     """
 
-    def __init__(self, model: PreTrainedModel, states: Sequence[str] = ()) -> None:
+    def __init__(
+        self, model: PreTrainedModel, states: Sequence[str] = (), traits: ModelTraits | None = None
+    ) -> None:
         self.model = self.network = model
-        self.traits: ModelTraits = traits_of(model)
+        self.traits: ModelTraits = traits_of(model) if traits is None else traits
         # Looked up once: transformers searches all modules.
         self.device = input_device(model)
         self.rank_group = rank_group_of(model)

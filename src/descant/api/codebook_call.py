@@ -1,0 +1,209 @@
+"""generate() and requests for models that predict several codebooks in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from descant.api.call import CallOptions
+from descant.api.generate_call import GenerateCall
+from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.core.records import Hypothesis
+from descant.engine.request import Request
+from descant.errors import InputError
+from descant.models.codebooks.config_checks import check_codebook_config, codebook_config, row_seed
+from descant.models.codebooks.families import codebook_family_of
+from descant.models.codebooks.frames import (
+    CODEBOOK_INPUT,
+    Codebook,
+    CodebookFamily,
+    FrameInputs,
+    LoopChanges,
+    PreparedLoop,
+)
+from descant.models.own_loop import LoopInputs, known_fields, run_with_loop
+
+__all__ = ["CodebookCall", "CodebookRequest", "codebook_request"]
+
+
+class CodebookCall:
+    """One call of generate(): the model's own code prepares it and makes the output, Descant decodes."""
+
+    def __init__(
+        self, model: Any, family: CodebookFamily, options: CallOptions, streamer: Any = None
+    ) -> None:
+        self.model, self.family, self.options, self.streamer = model, family, options, streamer
+        for config in options.configs:
+            check_codebook_config(config, family, options.assistant_model)
+
+    def run(self, arguments: Mapping[str, Any]) -> Any:
+        """What the model's own generate() returns, for its inputs and its fields of the config."""
+        return run_with_loop(self.model, self._decode, arguments)
+
+    def _decode(self, model: Any, inputs: LoopInputs) -> Any:
+        prepared = prepare_frames(self.family, PreparedLoop(model, inputs), self.options.configs)
+        changes = prepared.changes
+        options = replace(
+            self.options,
+            configs=prepared.configs,
+            processors=(*self.options.processors, *changes.processors),
+            criteria=(*self.options.criteria, *changes.criteria),
+        )
+        # Imported here: a session makes the model from the family, which a call has already.
+        from descant.models.codebooks.codebook_model import CodebookModel
+
+        ids = prepared.codes.flatten(0, 1)
+        codebooks = [Codebook(one, row) for one in prepared.frames for row in range(self.family.num_rows)]
+        # The mask is given, since pad tokens are codes here: those before the start of a delayed codebook.
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CODEBOOK_INPUT: codebooks}
+        output = GenerateCall(CodebookModel(self.family), options, self.streamer).run(given)
+        return self.family.loop_result(prepared.loop, prepared.frames, output)
+
+
+class PreparedFrames(NamedTuple):
+    """The sequences of a call, as its model's own generate() has prepared them."""
+
+    loop: PreparedLoop
+    codes: Tensor  # [B, R, L] before the first step
+    frames: list[FrameInputs]
+    changes: LoopChanges
+    configs: list[GenerationConfig]  # of each row
+
+
+def prepare_frames(
+    family: CodebookFamily, loop: PreparedLoop, configs: Sequence[GenerationConfig]
+) -> PreparedFrames:
+    """The sequences of a call with one config for all of them, or one each."""
+    codes, frames = family.frame_inputs(loop)
+    if len(configs) not in (1, len(frames)):
+        must = f"must be one for each of the {len(frames)} prompts, or one for all"
+        raise InputError("seed", must, f"{len(configs)} of them")
+    for index, one in enumerate(frames):
+        one.state.seed = configs[index % len(configs)].seed
+        one.state.decode = decode_depth
+    changes = family.loop_changes(loop, frames)
+    new = loop.inputs.generation_config.max_length - loop.inputs.input_ids.shape[-1]
+    by_seed: dict[tuple[int, int | None], GenerationConfig] = {}  # equal configs stay one object
+    row_configs = []
+    for index in range(len(frames)):
+        config = configs[index % len(configs)]
+        for row in range(family.num_rows):
+            seed = None if config.seed is None else row_seed(config.seed, row)
+            key = (id(config), seed)
+            if key not in by_seed:
+                by_seed[key] = codebook_config(config, new, seed=seed, **changes.fields)
+            row_configs.append(by_seed[key])
+    return PreparedFrames(loop, codes, frames, changes, row_configs)
+
+
+def own_arguments(model: Any, config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a model's own generate(): its inputs, and the fields that transformers knows."""
+    fields = {name: value for name, value in arguments.items() if name in FIELDS}
+    own = {name: value for name, value in arguments.items() if name not in FIELDS and value is not None}
+    if isinstance(config, GenerationConfig):
+        fields = {name: getattr(config, name) for name in config.given} | fields
+    elif isinstance(config, list | tuple):
+        must = f"must be one config for all prompts of {type(model).__name__}"
+        raise InputError("generation_config", must, config)
+    elif config is not None:
+        own["generation_config"] = config
+    return {**own, **known_fields(fields), "num_return_sequences": 1}
+
+
+def decode_depth(model: Any, config: Any, prompts: Tensor, seeds: list[int] | None) -> Tensor:
+    """A place and all codes of each frame [B, 1 + C], decoded behind prompts [B, 2] by a depth model."""
+    fields: dict[str, Any] = {"return_dict_in_generate": False}
+    if seeds is not None:
+        fields["seed"] = seeds
+    options = CallOptions.from_call(model, config, fields)
+    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+    codes = GenerateCall(model, options, None).run(inputs)
+    assert isinstance(codes, Tensor)
+    return codes
+
+
+# ------------------------------------------------------------------------ requests of a session
+class _Prepared(BaseException):
+    """Leaves a model's own generate() where its loop would begin."""
+
+    def __init__(self, frames: PreparedFrames) -> None:
+        super().__init__()
+        self.frames = frames
+
+
+@dataclass(frozen=True, eq=False)
+class CodebookRequest:
+    """One sequence of frames as requests of a Session, one for each codebook that is a row.
+
+    They are admitted together: `numbers = session.admit(*one.requests)`. `result` takes the first hypothesis
+    of each, in this order, and returns what the model's own generate() returns for the prompt.
+    """
+
+    requests: tuple[Request, ...]
+    model: Any
+    family: CodebookFamily
+    prepared: PreparedFrames
+    arguments: Mapping[str, Any]
+
+    def result(self, hypotheses: Sequence[Hypothesis]) -> Any:
+        """The output of the model's own generate() for the codes of these hypotheses."""
+        if len(hypotheses) != len(self.requests):
+            must = f"must be one for each of the {len(self.requests)} requests"
+            raise InputError("hypotheses", must, f"{len(hypotheses)} of them")
+        new = [one.tokens for one in hypotheses]
+        tokens = torch.nn.utils.rnn.pad_sequence(
+            new, batch_first=True, padding_value=self.prepared.frames[0].pad_token_id
+        )
+        codes = self.prepared.codes[0]
+        ids = torch.cat((codes, tokens.to(codes.device)), 1)
+
+        def loop(model: Any, inputs: LoopInputs) -> Any:
+            return self.family.loop_result(PreparedLoop(model, inputs), self.prepared.frames, ids)
+
+        return run_with_loop(self.model, loop, self.arguments)
+
+
+def codebook_request(model: Any, generation_config: Any = None, **inputs: Any) -> CodebookRequest:
+    """The requests of one prompt for a Session of a model with several codebooks.
+
+    `inputs` are those of generate() for a batch of one, and may hold fields of the config.
+    """
+    family = codebook_family_of(model)
+    if family is None:
+        must = "must predict several codebooks in a step, such as MusicGen"
+        raise InputError("model", must, type(model).__name__, "use Request")
+    fields = {name: value for name, value in inputs.items() if name in FIELDS}
+    options = CallOptions.from_call(model, generation_config, {**fields, "return_dict_in_generate": False})
+    for config in options.configs:
+        check_codebook_config(config, family)
+    arguments = own_arguments(model, generation_config, inputs) | {"return_dict_in_generate": False}
+
+    def loop(model: Any, inputs: LoopInputs) -> Any:
+        raise _Prepared(prepare_frames(family, PreparedLoop(model, inputs), options.configs))
+
+    try:
+        run_with_loop(model, loop, arguments)
+    except _Prepared as done:
+        prepared = done.frames
+    if len(prepared.frames) != 1:
+        must = "must hold one prompt"
+        raise InputError("inputs", must, f"{len(prepared.frames)} prompts", "make a request for each")
+    requests = tuple(
+        Request(
+            prepared.codes[0, row],
+            prepared.configs[row],
+            {CODEBOOK_INPUT: Codebook(prepared.frames[0], row)},
+            prepared.changes.processors,
+            prepared.changes.criteria,
+            prompt_index=row,
+            batch_row=row,
+            batch_size=family.num_rows,
+            config_merged=True,
+        )
+        for row in range(family.num_rows)
+    )
+    return CodebookRequest(requests, model, family, prepared, arguments)

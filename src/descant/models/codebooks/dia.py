@@ -1,0 +1,92 @@
+"""Dia (Nari Labs 2025): speech from text, with channels that start at delays of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from descant.core.interfaces import ModelTraits
+from descant.models.codebooks.frames import FrameInputs, LoopChanges, PreparedLoop
+from descant.models.codebooks.parallel_heads import ParallelHeads
+from descant.models.traits import traits_of
+
+__all__ = ["DiaFamily"]
+
+# They allow the end token in the first channel only, and force it in the others after their delays.
+_END_PROCESSORS: Final = ("DiaEOSChannelFilterLogitsProcessor", "DiaEOSDelayPatternLogitsProcessor")
+
+
+class DiaFamily(ParallelHeads):
+    """A decoder that attends to an encoded text and predicts all channels in parallel."""
+
+    processes_forced = True
+
+    def __init__(self, model: Any) -> None:
+        self.network: Any = model
+        config = model.config.decoder_config
+        self.num_codebooks = self.num_rows = config.num_channels
+        self.num_known_codes: int = config.vocab_size
+        self._pad: int = config.pad_token_id
+
+    def network_traits(self) -> ModelTraits:
+        """The traits of the network."""
+        return replace(traits_of(self.network), prepares_own_inputs=False, needs_equal_lengths=True)
+
+    def token_inputs(self, codes: Tensor) -> dict[str, Any]:
+        """The codes [N, T, C], as the network takes them."""
+        return {"decoder_input_ids": codes}
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """The embeddings of frames [T, C] -> [T, D]."""
+        embedded: Tensor = self.network.model.decoder.embeddings(codes[None])[0]
+        return embedded
+
+    def guide(self, cond: Tensor, uncond: Tensor, scales: Tensor, frames: Sequence[FrameInputs]) -> Tensor:
+        """The conditional logits [N, C, V] of the `top_k` codes that guided logits prefer."""
+        guided = cond + (cond - uncond) * scales[:, None, None]
+        for row, one in enumerate(frames):
+            top_k = one.options.get("top_k")
+            if top_k is not None:
+                best = guided[row].topk(top_k, dim=-1).indices
+                is_dropped = torch.ones_like(guided[row], dtype=torch.bool).scatter(-1, best, False)
+                guided[row] = cond[row].masked_fill(is_dropped, -torch.inf)
+        return guided
+
+    def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
+        """The first codes of each sequence [B, C, L] and its encoded text."""
+        kwargs, config = loop.inputs.model_kwargs, loop.inputs.generation_config
+        codes = self.first_codes(loop)
+        states, mask = kwargs["encoder_outputs"][0], kwargs.get("attention_mask")
+        if mask is None:
+            mask = states.new_ones(states.shape[:2]).long()
+        delayed = kwargs["decoder_delay_mask"].transpose(1, 2)
+        forced = torch.where(delayed == self._pad, -1, delayed).cpu()
+        frames = []
+        for row in range(len(codes)):
+            inputs = [
+                {"encoder_outputs": states[index], "attention_mask": mask[index]}
+                for index in ((row, row + len(codes)) if loop.model._uses_cfg else (row,))
+            ]
+            frames.append(
+                FrameInputs(
+                    inputs[0],
+                    int(config._pad_token_tensor),
+                    forced[row],
+                    guidance_scale=float(config.guidance_scale or 1.0),
+                    uncond_inputs=inputs[1] if inputs[1:] else None,
+                    options={"top_k": config.top_k},
+                )
+            )
+        return codes, frames
+
+    def loop_changes(self, loop: PreparedLoop, frames: Sequence[FrameInputs]) -> LoopChanges:  # noqa: ARG002  # noqa: ARG002
+        """The processors of the end token, and the temperature, which is at least 1."""
+        own = [one for one in loop.inputs.logits_processor if type(one).__name__ in _END_PROCESSORS]
+        config = loop.inputs.generation_config
+        temperature = config.temperature
+        fields = {} if temperature is None else {"temperature": float(temperature)}
+        return LoopChanges(tuple(own), fields=fields if config.do_sample else {})

@@ -1,0 +1,30 @@
+"""The families of codebook models by their model type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from descant.models.codebooks.csm import CsmFamily
+from descant.models.codebooks.dia import DiaFamily
+from descant.models.codebooks.frames import CodebookFamily
+from descant.models.codebooks.higgs_audio import HiggsAudioFamily
+from descant.models.codebooks.musicgen import MelodyFamily, MusicgenFamily
+
+__all__ = ["codebook_family_of"]
+
+_FAMILIES: Final[Mapping[str, Callable[[Any], CodebookFamily]]] = {
+    "CsmForConditionalGeneration": CsmFamily,
+    "DiaForConditionalGeneration": DiaFamily,
+    "HiggsAudioV2ForConditionalGeneration": HiggsAudioFamily,
+    "MusicgenForCausalLM": MusicgenFamily,
+    "MusicgenForConditionalGeneration": MusicgenFamily,
+    "MusicgenMelodyForCausalLM": MelodyFamily,
+    "MusicgenMelodyForConditionalGeneration": MelodyFamily,
+}
+
+
+def codebook_family_of(model: Any) -> CodebookFamily | None:
+    """The family of a model that predicts several codebooks a step; None: it predicts one token."""
+    make = _FAMILIES.get(type(model).__name__)
+    return None if make is None else make(model)

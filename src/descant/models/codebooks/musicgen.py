@@ -1,0 +1,132 @@
+"""MusicGen and MusicGen Melody (Copet et al. 2023, https://arxiv.org/abs/2306.05284)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from descant.core.interfaces import ModelTraits
+from descant.errors import NotInThisVersion
+from descant.models.codebooks.frames import FrameInputs, PreparedLoop
+from descant.models.codebooks.parallel_heads import ParallelHeads
+from descant.models.traits import traits_of
+
+__all__ = ["MelodyFamily", "MusicgenFamily"]
+
+
+class _DecoderFamily(ParallelHeads):
+    """What both have in common: codebooks a step apart, each with a table of embeddings and a head."""
+
+    def __init__(self, model: Any) -> None:
+        self.network: Any = model
+        self.decoder: Any = getattr(model, "decoder", model)  # with the heads
+        config = self.decoder.config
+        self.num_codebooks = self.num_rows = config.num_codebooks
+        self.num_known_codes = self.decoder.model.decoder.embed_tokens[0].num_embeddings
+
+    def network_traits(self) -> ModelTraits:
+        """The traits of the network: its positions count from the first one that is cached."""
+        return replace(
+            traits_of(self.network),
+            prepares_own_inputs=False,
+            needs_equal_lengths=True,
+            supports_logits_to_keep=False,
+        )
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """The sum of the embeddings of a frame's codes [T, C] -> [T, D]."""
+        tables = self.decoder.model.decoder.embed_tokens
+        return torch.stack([table(codes[:, index]) for index, table in enumerate(tables)]).sum(0)
+
+    def flat(self, codes: Tensor) -> Tensor:
+        """Codes [N, T, C] with a row for each codebook [N * C, T]."""
+        return codes.transpose(1, 2).reshape(-1, codes.shape[1])
+
+    def split(self, loop: PreparedLoop) -> tuple[Tensor, list[dict[str, Any]]]:
+        """The first codes [B, C, L], and of each sequence what it has in any of these models."""
+        prepared = loop.inputs
+        kwargs = prepared.model_kwargs
+        for name in ("decoder_attention_mask", "encoder_attention_mask"):
+            if kwargs.get(name) is not None and not bool(kwargs[name].all()):
+                must = "must be None or all ones for codebooks, whose prompts are not padded"
+                raise NotInThisVersion(name, must, kwargs[name], "leave it out")
+        codes = self.first_codes(loop)
+        pattern = kwargs.get("decoder_delay_pattern_mask", kwargs.get("delay_pattern_mask"))
+        forced = pattern.view(len(codes), self.num_codebooks, -1).cpu()
+        scale = kwargs.get("guidance_scale")
+        pad = prepared.generation_config._pad_token_tensor
+        shared: dict[str, Any] = {
+            "pad_token_id": int(forced[0, 0, 0] if pad is None else pad),
+            "guidance_scale": float(scale) if scale is not None and scale > 1 else 1.0,
+        }
+        return codes, [{"forced": one, **shared} for one in forced]
+
+
+class MusicgenFamily(_DecoderFamily):
+    """MusicGen: a decoder that attends to an encoded text, or the decoder alone."""
+
+    def token_inputs(self, codes: Tensor) -> dict[str, Any]:
+        """The codes as ids with a row for each codebook."""
+        name = "decoder_input_ids" if self.network is not self.decoder else "input_ids"
+        return {name: self.flat(codes)}
+
+    def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
+        """The first codes of each sequence [B, C, L] and its encoded text."""
+        codes, parts = self.split(loop)
+        kwargs = loop.inputs.model_kwargs
+        if kwargs.get("encoder_hidden_states") is not None:
+            must = "must be None for the decoder alone"
+            do = "use MusicgenForConditionalGeneration"
+            raise NotInThisVersion("encoder_hidden_states", must, type(self.network).__name__, do)
+        if self.network is self.decoder:
+            return codes, [FrameInputs({}, **{**part, "guidance_scale": 1.0}) for part in parts]
+        states, mask = kwargs["encoder_outputs"][0], kwargs.get("attention_mask")
+        if mask is None:
+            mask = states.new_ones(states.shape[:2]).long()
+        frames = []
+        for row, part in enumerate(parts):
+            inputs = [
+                {"encoder_outputs": states[index], "attention_mask": mask[index]}
+                for index in (row, row + len(parts))
+                if index < len(states)
+            ]
+            frames.append(FrameInputs(inputs[0], **part, uncond_inputs=inputs[1] if inputs[1:] else None))
+        return codes, frames
+
+
+class MelodyFamily(_DecoderFamily):
+    """MusicGen Melody: a decoder that reads an encoded text and melody before the first frame."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.network = self.decoder
+
+    def token_inputs(self, codes: Tensor) -> dict[str, Any]:
+        """The codes as ids with a row for each codebook."""
+        return {"input_ids": self.flat(codes)}
+
+    def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
+        """The first codes of each sequence [B, C, L] and what it reads before them."""
+        codes, parts = self.split(loop)
+        states = loop.inputs.model_kwargs.get("encoder_hidden_states")
+        frames = []
+        for row, part in enumerate(parts):
+            prefixes = (
+                []
+                if states is None
+                else [states[index] for index in (row, row + len(parts)) if index < len(states)]
+            )
+            is_guided = len(prefixes) > 1
+            frames.append(
+                FrameInputs(
+                    {},
+                    **part,
+                    prefix=prefixes[0] if prefixes else None,
+                    uncond_inputs={} if is_guided else None,
+                    uncond_prefix=prefixes[1] if is_guided else None,
+                )
+            )
+        return codes, frames

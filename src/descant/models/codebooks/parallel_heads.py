@@ -1,0 +1,48 @@
+"""What families have in common whose codebooks are predicted in parallel, behind a prompt of codes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from descant.models.codebooks.frames import FrameInputs, LoopChanges, PreparedLoop
+
+__all__ = ["ParallelHeads"]
+
+
+class ParallelHeads:
+    """A network that returns the logits of all codebooks, a row of its output for each."""
+
+    num_codebooks: int
+    num_rows: int
+    reads_hidden = False
+    processors: frozenset[str] | None = None
+    processes_forced = False
+
+    def first_codes(self, loop: PreparedLoop) -> Tensor:
+        """The codes before the first step [B, C, L]."""
+        ids = loop.inputs.input_ids
+        return ids.view(-1, self.num_codebooks, ids.shape[1])
+
+    def frame_logits(self, output: Any, count: int) -> Tensor:
+        """The logits [N * C, T, V] of all codebooks as [N, T, C * V]."""
+        logits: Tensor = output.logits
+        return logits.view(count, self.num_codebooks, logits.shape[1], -1).transpose(1, 2).flatten(2)
+
+    def guide(self, cond: Tensor, uncond: Tensor, scales: Tensor, frames: Sequence[FrameInputs]) -> Tensor:  # noqa: ARG002
+        """Classifier-free guidance on logits [N, C, V] with scales [N] (Ho and Salimans 2022)."""
+        return uncond + (cond - uncond) * scales[:, None, None]
+
+    def prompt_inputs(self, prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:  # noqa: ARG002
+        """Nothing: prompts are codes."""
+        return {}
+
+    def loop_changes(self, loop: PreparedLoop, frames: Sequence[FrameInputs]) -> LoopChanges:  # noqa: ARG002
+        """Nothing."""
+        return LoopChanges()
+
+    def loop_result(self, loop: PreparedLoop, frames: Sequence[FrameInputs], output: Any) -> Any:  # noqa: ARG002
+        """The same: a row of transformers' loop is a codebook too."""
+        return output
