@@ -17,6 +17,8 @@ from descant.api.outputs import GenerateEncoderDecoderOutput as GenerateEncoderD
 from descant.api.prefill import PromptCache as PromptCache
 from descant.api.prefill import load_cache as load_cache
 from descant.api.prefill import prefill as prefill
+from descant.api.sound_request import SoundRequest as SoundRequest
+from descant.api.sound_request import sound_request as sound_request
 from descant.api.stream import Stream as Stream
 from descant.api.stream import StreamEvent as StreamEvent
 from descant.api.stream import stream as stream

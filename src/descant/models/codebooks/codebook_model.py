@@ -105,7 +105,7 @@ class CodebookModel:
         for request, value in zip(requests, given, strict=True):
             codebook = value[0] if isinstance(value, list) else value
             if not isinstance(codebook, Codebook):
-                do = "make the requests by descant.codebook_requests"
+                do = "make the requests by descant.sound_request"
                 raise InputError(CODEBOOK_INPUT, "must be a codebook of a sequence", codebook, do)
             key = id(codebook.frames)
             sequence = new.get(key)

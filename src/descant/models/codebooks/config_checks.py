@@ -36,6 +36,8 @@ _REASONS: Final = {
     "cache_implementation": "is not supported for codebooks, whose rows share a cache of their own",
     "prefill_chunk_size": "is not supported for codebooks",
     "logprobs": "is not supported for codebooks",
+    "output_attentions": "is not supported for codebooks: attention is that of sequences",
+    "output_hidden_states": "is not supported for codebooks: hidden states are those of sequences",
 }
 
 
@@ -56,8 +58,8 @@ def check_codebook_config(
         raise NotInThisVersion(name, f"{_ONE_SEQUENCE} ({model})", value, "leave it out")
     for name, reason in _REASONS.items():
         value = getattr(config, name)
-        is_set = value not in (None, False, 1) and config.source(name) != "model"
-        if is_set:
+        is_neutral = value is None or value is False or (value == 1 and value is not True)
+        if not is_neutral and config.source(name) != "model":
             raise NotInThisVersion(name, f"{reason} ({model})", value, "leave it out")
     if config.use_cache is False and config.source("use_cache") != "model":
         must = f"must not be False for codebooks, whose rows share a cache ({model})"
