@@ -34,3 +34,4 @@ class Subject:
     batch: dict[str, Tensor] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)  # further arguments of both generate()s
     note: str = ""  # remark for the report
+    reference_options: Mapping[str, Any] = field(default_factory=dict)  # arguments of transformers' own alone

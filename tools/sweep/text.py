@@ -64,6 +64,9 @@ def _codebook_subject(entry: Entry, model: Any, texts: list[Tensor]) -> Subject:
     subject = Subject(entry, model, [{"input_ids": row} for row in rows])
     subject.options = {"num_return_sequences": 1}  # its own generate() does not set the default
     subject.note = f"{streams} streams of tokens for each sequence, one sequence at a time"
+    if entry.model_type == "musicgen":
+        subject.reference_options = {"use_cache": False}
+        subject.note += "; transformers feeds only the last frame of a prompt if it has a cache"
     return subject
 
 
