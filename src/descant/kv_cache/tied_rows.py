@@ -29,6 +29,7 @@ class TiedRowCache:
         self.uncond_index = torch.zeros(0, dtype=torch.long)  # [R] -1: no guidance
         self.prefix = torch.zeros(0, dtype=torch.long)  # [R]
         self._num_inner_rows = 0
+        self._first: Tensor | None = None  # [N] a row of each inner row; None: not known
 
     @property
     def max_rewind(self) -> int | None:
@@ -45,18 +46,26 @@ class TiedRowCache:
 
     def extend(self, rows: int) -> None:
         """Append rows that belong to no sequence yet."""
+        self._first = None
         self.row_index = torch.cat((self.row_index, torch.full((rows,), _UNTIED)))
         self.uncond_index = torch.cat((self.uncond_index, torch.full((rows,), _UNTIED)))
         self.prefix = torch.cat((self.prefix, torch.zeros(rows, dtype=torch.long)))
 
     @property
+    def num_inner_rows(self) -> int:
+        """The number of rows of the inner cache."""
+        return self._num_inner_rows
+
+    @property
     def untied(self) -> list[int]:
         """The rows that belong to no sequence yet."""
+        if self._first is not None:  # known since the last commit, and unknown again with new rows
+            return []
         return [int(row) for row in np.flatnonzero(self.row_index.numpy() == _UNTIED)]
 
     def tie(self, rows: Sequence[int], prefix: int, is_guided: bool) -> None:
         """Make these rows those of a new sequence with an empty inner row, two under guidance."""
-        index = torch.tensor(rows)
+        index, self._first = torch.tensor(rows), None
         count = 2 if is_guided else 1
         self.inner.extend(count)
         self.row_index[index] = self._num_inner_rows
@@ -66,24 +75,30 @@ class TiedRowCache:
 
     def commit(self, parents: Tensor | None, lengths: Tensor) -> None:
         """New row `i` is old row `parents[i]` cut to `lengths[i]`; inner rows follow the rows they serve."""
-        if parents is None:
-            row_index, uncond_index, prefix = self.row_index, self.uncond_index, self.prefix
-        else:
-            row_index, uncond_index = self.row_index[parents], self.uncond_index[parents]
-            prefix = self.prefix[parents]
-        inner_lengths = torch.where(lengths > 0, lengths + prefix, 0)
-        both = torch.cat((row_index, uncond_index)).numpy()
-        used, first = np.unique(both, return_index=True)
-        first = first[used >= 0] % len(row_index) if len(row_index) else first
-        used = used[used >= 0]
-        if parents is None and len(used) == self._num_inner_rows:
-            self.inner.commit(None, inner_lengths[torch.from_numpy(first)])
+        if parents is None and self._first is not None:
+            self.inner.commit(None, self._inner_lengths(lengths, self.prefix)[self._first])
             return
+        row_index, uncond_index, prefix = self.row_index, self.uncond_index, self.prefix
+        if parents is not None:
+            row_index, uncond_index, prefix = row_index[parents], uncond_index[parents], prefix[parents]
+        used, place = np.unique(torch.cat((row_index, uncond_index)).numpy(), return_index=True)
+        first = torch.from_numpy(place[used >= 0] % max(1, len(row_index)))
+        used = used[used >= 0]
         # Inner rows keep their order, so that those before the first one that is freed do not move.
-        self.inner.commit(torch.from_numpy(used), inner_lengths[torch.from_numpy(first)])
+        is_whole = parents is None and len(used) == self._num_inner_rows
+        inner_lengths = self._inner_lengths(lengths, prefix)[first]
+        self.inner.commit(None if is_whole else torch.from_numpy(used), inner_lengths)
+        self._first = first
+        if is_whole:
+            return
         new_index = np.full(self._num_inner_rows + 1, _UNTIED)  # the last one is that of untied rows
         new_index[used] = np.arange(len(used))
         self.row_index = torch.from_numpy(new_index[row_index.numpy()])
         self.uncond_index = torch.from_numpy(new_index[uncond_index.numpy()])
         self.prefix = prefix
         self._num_inner_rows = len(used)
+
+    @staticmethod
+    def _inner_lengths(lengths: Tensor, prefix: Tensor) -> Tensor:
+        """The positions of inner rows for those of rows: a row that was not fed has none."""
+        return torch.where(lengths > 0, lengths + prefix, 0)

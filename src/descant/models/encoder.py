@@ -144,6 +144,10 @@ class Encoder:
             inputs["attention_mask"] = self._cross_cache.mask(entries)
         return inputs
 
+    def states_and_mask(self, entries: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The encoder states [N, S, D] and the mask [N, S] of rows that read these entries."""
+        return self._cross_cache.encoder_states(entries), self._cross_cache.mask(entries)
+
     def decoder_cache(
         self, entries: Tensor | None, own: SelfAttentionView, span: KVSpan
     ) -> EncoderDecoderView:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from descant.core.interfaces import Array, ModelTraits, RowCache
 from descant.core.records import ForwardOutput, Hypothesis, Proposal
-from descant.core.rows import Rows
+from descant.core.rows import Rows, uniform_value
 from descant.errors import InputError, NotInThisVersion
 from descant.kv_cache.tied_rows import TiedRowCache
 from descant.models.codebooks.frame_network import FrameNetwork
@@ -23,7 +23,7 @@ __all__ = ["CodebookModel"]
 
 
 @dataclass(eq=False)
-class _Sequence:
+class _FrameSequence:
     """A sequence of frames while any of its codebooks runs."""
 
     number: int
@@ -45,16 +45,17 @@ class _Layout(NamedTuple):
     row_index: Tensor  # of the cache: [R] (host)
     source: Tensor  # [N] (host) a row of each network row
     request: Tensor  # [N] (host) the request of each network row
-    network_row: Tensor  # [R or more] on the device: rows, then guided rows again for their other network row
-    token_row: Tensor  # [same] the row of the table
-    codebook: Tensor  # [same]
-    forced: Tensor | None  # [R, L] codes that are fed whatever is chosen; -1: the chosen one
-    pad: Tensor  # [N] code of ended codebooks
+    prefix: Tensor  # [N] (host) positions before the first frame
+    shared_prefix: int | None  # that of all network rows; None: they differ
+    code_row: Tensor  # [N * C] the row of each code of a frame; R: that of the pad token
+    logit_row: Tensor | None  # [R] the logits of each row among [N * C]; None: these
+    forced: Tensor | None  # [L, R] codes that are fed whatever is chosen; -1: the chosen one
+    is_forced: Array | None  # [L] (host) whether any row has such a code
     guided: Tensor  # [G] network rows with guidance
     unconditional: Tensor  # [G] their network rows without condition
     scales: Tensor  # [G]
     guided_frames: tuple[FrameInputs, ...]
-    has_ended: tuple[tuple[int, _Sequence], ...]  # network rows with ended codebooks
+    incomplete: tuple[tuple[int, _FrameSequence], ...]  # network rows with ended codebooks
 
 
 class CodebookModel:
@@ -83,7 +84,7 @@ class CodebookModel:
             placeholder_tokens={},
             needs_own_cache=True,
         )
-        self._sequences: dict[int, tuple[_Sequence, int]] = {}  # by request, with the codebook
+        self._sequences: dict[int, tuple[_FrameSequence, int]] = {}  # by request, with the codebook
         self._running: set[int] = set()  # ids of the inputs of running sequences
         self._numbers = count()
         self._layout: _Layout | None = None
@@ -101,7 +102,7 @@ class CodebookModel:
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Register requests, each one codebook; those of a sequence come together."""
         given = inputs.get(CODEBOOK_INPUT, [None] * len(requests))
-        new: dict[int, _Sequence] = {}
+        new: dict[int, _FrameSequence] = {}
         for request, value in zip(requests, given, strict=True):
             codebook = value[0] if isinstance(value, list) else value
             if not isinstance(codebook, Codebook):
@@ -110,7 +111,7 @@ class CodebookModel:
             key = id(codebook.frames)
             sequence = new.get(key)
             if sequence is None:
-                sequence = new[key] = _Sequence(next(self._numbers), codebook.frames)
+                sequence = new[key] = _FrameSequence(next(self._numbers), codebook.frames)
             if codebook.number in sequence.requests or key in self._running:
                 must = "must be of a sequence that is not running"
                 raise InputError(CODEBOOK_INPUT, must, codebook.number, "make new requests")
@@ -159,24 +160,32 @@ class CodebookModel:
         """Feed each sequence's pending frames; the logits [R, 1, V] of each codebook's next code."""
         assert isinstance(cache, TiedRowCache)
         assert proposal.drafts is None  # no drafter supports these rows
-        self._tie_new_rows(rows, cache)
+        if cache.untied:
+            self._tie_new_rows(rows, cache)
         layout = self._layout_of(rows, cache)
         codes = self._pending_codes(rows, layout)
-        logits = self.frame_network.run(codes, _network_rows(rows, cache, layout), cache.inner)
-        logits = logits.view(len(layout.source), self.family.num_rows, -1)  # [N, C, V]
+        uniform, position = rows.uniform_length, None
+        if uniform is not None and codes.shape[1] == 1 and layout.shared_prefix is not None:
+            position = uniform.cached_length + layout.shared_prefix if uniform.cached_length else None
+        logits = self.frame_network.run(codes, _network_rows(rows, layout), cache.inner, position)
         if self.family.reads_hidden:
             self._store_hidden(rows, layout)
         if layout.guided_frames:
-            cond, uncond = logits[layout.guided], logits[layout.unconditional]
-            guided = self.family.guide(cond, uncond, layout.scales, layout.guided_frames)
-            logits = logits.index_copy(0, layout.guided, guided)
-        count = len(rows)
-        return ForwardOutput(logits[layout.network_row[:count], layout.codebook[:count]][:, None])
+            logits = self._guide(logits, layout)
+        flat = logits.view(len(layout.source) * self.family.num_rows, -1)
+        return ForwardOutput((flat if layout.logit_row is None else flat[layout.logit_row])[:, None])
+
+    def _guide(self, logits: Tensor, layout: _Layout) -> Tensor:
+        """The logits [N, R * V] with those of guided rows."""
+        by_row = logits.view(len(logits), self.family.num_rows, -1)
+        cond, uncond = by_row[layout.guided], by_row[layout.unconditional]
+        guided = self.family.guide(cond, uncond, layout.scales, layout.guided_frames)
+        return by_row.index_copy(0, layout.guided, guided)
 
     def _tie_new_rows(self, rows: Rows, cache: TiedRowCache) -> None:
         """Give the sequences of new rows their rows in the cache."""
         members: dict[int, list[int]] = {}
-        sequences: dict[int, _Sequence] = {}
+        sequences: dict[int, _FrameSequence] = {}
         for row in cache.untied:
             sequence, _ = self._sequences[int(rows.request[row])]
             sequences[sequence.number] = sequence
@@ -194,38 +203,44 @@ class CodebookModel:
     def _make_layout(self, rows: Rows, cache: TiedRowCache) -> _Layout:
         own, other = cache.row_index.numpy(), cache.uncond_index.numpy()
         members = [self._sequences[request] for request in rows.request.tolist()]
-        codebook: Array = np.array([index for _, index in members])
-        guided_rows = np.flatnonzero(other >= 0)
-        all_rows = np.arange(len(rows))
-        num_network = int(max(own.max(), other.max())) + 1
-        source, sequence_of = np.zeros(num_network, dtype=np.int64), [members[0][0]] * num_network
-        for row, (sequence, _) in enumerate(members):
+        num_network, num_codes, device = cache.num_inner_rows, self.family.num_codebooks, self.device
+        source, is_uncond = np.zeros(num_network, dtype=np.int64), np.zeros(num_network, dtype=np.int64)
+        code_row: Array = np.full((num_network, num_codes), len(rows))
+        logit_row = np.zeros(len(rows), dtype=np.int64)
+        sequence_of = [members[0][0]] * num_network
+        for row, (sequence, codebook) in enumerate(members):
+            logit_row[row] = own[row] * self.family.num_rows + codebook
             for network_row in {int(own[row]), int(other[row])} - {-1}:
                 source[network_row], sequence_of[network_row] = row, sequence
-        is_uncond = np.zeros(num_network, dtype=np.int64)
-        is_uncond[other[guided_rows]] = 1
-        first_guided = {int(own[row]): int(other[row]) for row in guided_rows}
-        frames = tuple(sequence_of[row].frames for row in first_guided)
-        device = self.device
+                code_row[network_row, codebook] = row
+            is_uncond[other[row]] |= other[row] >= 0
+        guided = {int(own[row]): int(other[row]) for row in np.flatnonzero(other >= 0)}
+        frames = tuple(sequence_of[row].frames for row in guided)
+        prefix = cache.prefix[torch.from_numpy(source)]
+        forced = self._forced_codes(members)
+        is_identity = num_network * self.family.num_rows == len(rows) and bool(
+            (logit_row == np.arange(len(rows))).all()
+        )
         return _Layout(
             rows.version,
             cache.row_index,
             torch.from_numpy(source),
             torch.tensor([2 * one.number for one in sequence_of]) + torch.from_numpy(is_uncond),
-            torch.from_numpy(np.concatenate((own, other[guided_rows]))).to(device),
-            torch.from_numpy(np.concatenate((all_rows, guided_rows))).to(device),
-            torch.from_numpy(np.concatenate((codebook, codebook[guided_rows]))).to(device),
-            self._forced_codes(members),
-            torch.tensor([one.frames.pad_token_id for one in sequence_of], device=device),
-            torch.tensor(list(first_guided), dtype=torch.long, device=device),
-            torch.tensor(list(first_guided.values()), dtype=torch.long, device=device),
+            prefix,
+            uniform_value(prefix),
+            torch.from_numpy(code_row.ravel()).to(device),
+            None if is_identity else torch.from_numpy(logit_row).to(device),
+            None if forced is None else forced.T.contiguous().to(device),
+            None if forced is None else (forced >= 0).any(0).numpy(),
+            torch.tensor(list(guided), dtype=torch.long, device=device),
+            torch.tensor(list(guided.values()), dtype=torch.long, device=device),
             torch.tensor([one.guidance_scale for one in frames], device=device),
             frames,
             tuple((row, one) for row, one in enumerate(sequence_of) if one.ended),
         )
 
-    def _forced_codes(self, members: Sequence[tuple[_Sequence, int]]) -> Tensor | None:
-        """The codes that are fed whatever is chosen [R, L]; None: there are none."""
+    def _forced_codes(self, members: Sequence[tuple[_FrameSequence, int]]) -> Tensor | None:
+        """The codes that are fed whatever is chosen [R, L] (host); None: there are none."""
         lines = [
             torch.zeros(0, dtype=torch.long)
             if sequence.frames.forced is None
@@ -234,36 +249,57 @@ class CodebookModel:
         ]
         if not any(len(line) for line in lines):
             return None
-        padded = torch.nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=-1)
-        return padded.to(self.device)
+        return torch.nn.utils.rnn.pad_sequence(lines, batch_first=True, padding_value=-1)
 
     def _pending_codes(self, rows: Rows, layout: _Layout) -> Tensor:
         """The codes [N, T, C] of each network row that are not cached yet, from the first of these on."""
         uniform = rows.uniform_length
         if uniform is not None:
-            columns = torch.arange(uniform.cached_length, uniform.length, device=self.device)[None]
             tokens = rows.tokens[:, uniform.cached_length : uniform.length]
+            columns = np.arange(uniform.cached_length, uniform.length)[None]
         else:
             width = int((rows.length - rows.cached_length).max())
-            columns = rows.cached_length.to(self.device)[:, None] + torch.arange(width, device=self.device)
-            tokens = rows.tokens.gather(1, columns.clamp(max=rows.tokens.shape[1] - 1))
-        if layout.forced is not None:
-            tokens = _with_forced(tokens, columns, layout.forced)
-            if self.family.processes_forced:
-                # In the table, where processors read them; beyond a row's end this is no token yet.
-                index = columns.clamp(max=rows.tokens.shape[1] - 1).expand(len(rows), -1)
-                rows.tokens.scatter_(1, index, tokens)
-        codes = layout.pad[:, None, None].repeat(1, tokens.shape[1], self.family.num_codebooks)
-        codes[layout.network_row, :, layout.codebook] = tokens[layout.token_row]
+            columns = rows.cached_length.numpy()[:, None] + np.arange(width)
+            index = torch.from_numpy(columns).clamp(max=rows.tokens.shape[1] - 1).to(self.device)
+            tokens = rows.tokens.gather(1, index)
+        if layout.forced is not None and layout.is_forced is not None:
+            inside = columns[columns < len(layout.is_forced)]
+            if layout.is_forced[inside].any():
+                tokens = self._with_forced(rows, tokens, columns, layout.forced)
+        count, width = len(layout.source), tokens.shape[1]
+        if layout.incomplete or self.family.num_rows < self.family.num_codebooks:
+            # One more line for the codes of no row; their pad tokens are written below.
+            tokens = torch.cat((tokens, tokens.new_zeros(1, width)))
+        codes = tokens.index_select(0, layout.code_row).view(count, -1, width).transpose(1, 2)
         if self.family.num_rows < self.family.num_codebooks:
             self._add_more_codes(codes, rows, layout)
-        for network_row, sequence in layout.has_ended:
+        if layout.incomplete:
+            self._add_ended_codes(codes, rows, layout)
+        return codes
+
+    def _with_forced(self, rows: Rows, tokens: Tensor, columns: Array, forced: Tensor) -> Tensor:
+        """The tokens [R, T] at these columns [1 or R, T] (host), replaced by forced ones [L, R]."""
+        places = torch.from_numpy(columns).to(self.device)
+        inside = (places < len(forced)).expand(tokens.shape)
+        values = forced[
+            places.clamp(max=len(forced) - 1), torch.arange(len(rows), device=self.device)[:, None]
+        ]
+        tokens = torch.where((values >= 0) & inside, values, tokens)
+        if self.family.processes_forced:
+            # In the table, where processors read them; beyond a row's end this is no token yet.
+            index = places.clamp(max=rows.tokens.shape[1] - 1).expand(tokens.shape)
+            rows.tokens.scatter_(1, index, tokens)
+        return tokens
+
+    def _add_ended_codes(self, codes: Tensor, rows: Rows, layout: _Layout) -> None:
+        """Write the codes of codebooks that have ended into frames [N, T, C]: the last one, then padding."""
+        for network_row, sequence in layout.incomplete:
             row = int(layout.source[network_row])
             first = int(rows.cached_length[row] - rows.prompt_length[row])
             for codebook, (num_new, last) in sequence.ended.items():
+                codes[network_row, :, codebook] = sequence.frames.pad_token_id
                 if 0 <= num_new - 1 - first < codes.shape[1]:
                     codes[network_row, num_new - 1 - first, codebook] = last
-        return codes
 
     def _add_more_codes(self, codes: Tensor, rows: Rows, layout: _Layout) -> None:
         """Write the codes that are no rows into frames [N, T, C]."""
@@ -283,20 +319,12 @@ class CodebookModel:
             self._sequences[int(rows.request[row])][0].frames.state.hidden = hidden[network_row]
 
 
-def _with_forced(tokens: Tensor, columns: Tensor, forced: Tensor) -> Tensor:
-    """The tokens [R, T] at these columns, replaced by forced ones where there are any."""
-    inside = columns < forced.shape[1]
-    index = columns.clamp(max=forced.shape[1] - 1).expand(len(tokens), -1)
-    values = forced.gather(1, index)
-    return torch.where((values >= 0) & inside, values, tokens)
-
-
-def _network_rows(rows: Rows, cache: TiedRowCache, layout: _Layout) -> Rows:
+def _network_rows(rows: Rows, layout: _Layout) -> Rows:
     """The rows of the network [N], with the lengths of those that they serve."""
-    source = layout.source
-    cached, prefix = rows.cached_length[source], cache.prefix[source]
+    source, prefix = layout.source, layout.prefix
+    cached = rows.cached_length[source]
     return Rows(
-        torch.zeros(len(source), 1, dtype=torch.long, device=rows.tokens.device),
+        rows.tokens[:1].expand(len(source), -1),  # not read: codes are fed
         length=rows.length[source],
         cached_length=torch.where(cached > 0, cached + prefix, 0),
         offset=prefix,

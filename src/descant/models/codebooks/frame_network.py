@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import RowCache
+from descant.core.interfaces import KVCache, KVSpan, RowCache
 from descant.core.records import Proposal
 from descant.core.rows import Rows, index_rows
-from descant.models.codebooks.frames import CodebookFamily, FrameInputs
+from descant.models.codebooks.frames import CodebookFamily, FrameInputs, StepInputs
 from descant.models.forward_batches import ForwardBatch
+from descant.models.forward_view import SelfAttentionView
 from descant.models.transformers_model import TransformersModel
 
 __all__ = ["FrameNetwork"]
@@ -30,6 +31,7 @@ class FrameNetwork(TransformersModel):
         self.last_hidden: Tensor | None = None  # [N, D] of the last forward, where the family reads it
         self._family = family
         self._codes: Tensor | None = None  # [N, T, C] of the current forward
+        self._steps: bool | None = None  # whether the layers can run alone; None: not looked at yet
         self._prefixes: dict[int, Tensor] = {}  # by request: embeddings before the first frame
         self._prompts: dict[int, Mapping[str, Tensor]] = {}  # by request: prompts of another kind
 
@@ -60,10 +62,17 @@ class FrameNetwork(TransformersModel):
             self._prefixes.pop(request, None)
             self._prompts.pop(request, None)
 
-    def run(self, codes: Tensor, rows: Rows, cache: RowCache) -> Tensor:
-        """Feed the pending codes [N, T, C] of each row; the logits [N, C * V] of its next frame."""
+    def run(self, codes: Tensor, rows: Rows, cache: RowCache, position: int | None) -> Tensor:
+        """Feed the pending codes [N, T, C] of each row; the logits [N, R * V] of its next frame.
+
+        `position` is that of the frame, if all rows feed one at the same position.
+        """
         self._codes = codes
         try:
+            if position and not torch.is_grad_enabled() and self._can_step():
+                cached = rows.cached_length
+                batch = ForwardBatch(None, len(rows), cached, cached, position, 1)
+                return self._run_step(rows, cache, batch)[:, 0]
             output = self.forward(rows, _NO_DRAFTS, cache)
             if self._family.reads_hidden:
                 self.last_hidden = _last_hidden(output.states, len(rows))
@@ -92,8 +101,46 @@ class FrameNetwork(TransformersModel):
             lines.append(embedded if prefix is None else torch.cat((prefix.to(embedded.dtype), embedded)))
         return torch.nn.utils.rnn.pad_sequence(lines, batch_first=True)
 
+    def _can_step(self) -> bool:
+        """Whether the layers can run without what is around them: nothing looks at a call of the network."""
+        if self._steps is None:
+            modules = self._family.skipped_modules
+            has_hooks = any(
+                module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
+                for module in modules
+            )
+            is_plain = not (self._is_multi_device or self._barrier or self._output_states)
+            self._steps = bool(modules) and is_plain and not has_hooks
+        return self._steps and not self._adapters.in_use
+
+    def _run_step(self, rows: Rows, cache: RowCache, batch: ForwardBatch) -> Tensor:
+        """The logits [N, 1, R * V] after one frame of rows of equal length, by the layers alone."""
+        assert self._codes is not None
+        assert batch.start is not None
+        index = batch.rows
+        codes = self._codes if index is None else index_rows(self._codes, index)
+        device_index = None if index is None else index.to(self.device, non_blocking=True)
+        span = KVSpan(device_index, batch.start, 1, batch.start + 1, index)
+        past: Any = SelfAttentionView(cast(KVCache, cache), span, self._is_sliding)
+        states = mask = None
+        if self._encoder is not None:
+            entries = self._encoder.entry_index(rows.request if index is None else rows.request[index])
+            states, mask = self._encoder.states_and_mask(entries)
+            past = self._encoder.decoder_cache(entries, past, span)
+        self._count_forward(batch.num_rows)
+        logits = self._family.step(StepInputs(codes[:, :1], past, batch.start, states, mask))
+        return self._to_float_logits(logits)
+
+    def _run_batch(
+        self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        """One forward: logits [N, 1, R * V] in float32, and the requested states."""
+        if batch.width == 1 and batch.start and self._can_step():
+            return self._run_step(rows, cache, batch), {}
+        return super()._run_batch(rows, proposal, cache, batch)
+
     def _call_model(self, inputs: dict[str, Any], batch: ForwardBatch, request: Tensor) -> Any:
-        """Call the network; its logits as [N, T, C * V]."""
+        """Call the network; its logits as [N, T, R * V]."""
         output = super()._call_model(inputs, batch, request)
         output.logits = self._family.frame_logits(output, batch.num_rows)
         return output

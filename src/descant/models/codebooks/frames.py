@@ -74,6 +74,16 @@ class Codebook:
     number: int
 
 
+class StepInputs(NamedTuple):
+    """One more frame of rows that all have the same length."""
+
+    codes: Tensor  # [N, 1, C]
+    past: Any  # the cache, as the network takes it
+    position: int  # of the frame
+    encoder_states: Tensor | None = None  # [N, S, D]
+    encoder_mask: Tensor | None = None  # [N, S]
+
+
 class PreparedLoop(NamedTuple):
     """The loop of a model's own generate(), as that has prepared it."""
 
@@ -137,6 +147,19 @@ class CodebookFamily(Protocol):
 
     def token_inputs(self, codes: Tensor) -> dict[str, Any]:
         """The arguments of the network that hold the codes [N, T, C]."""
+        ...
+
+    @property
+    def skipped_modules(self) -> Sequence[Any]:
+        """The modules that `step` does not call: one with hooks is called. Empty: there is no `step`."""
+        ...
+
+    def step(self, inputs: StepInputs) -> Tensor:
+        """The logits [N, 1, R * V] after one more frame.
+
+        It runs the layers of the network without what is around them, and takes less time than a call of the
+        network. Only a family with `skipped_modules` has it.
+        """
         ...
 
     def prompt_inputs(self, prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:

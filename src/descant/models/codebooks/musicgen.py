@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import create_bidirectional_mask
 
 from descant.core.interfaces import ModelTraits
 from descant.errors import NotInThisVersion
-from descant.models.codebooks.frames import FrameInputs, PreparedLoop
+from descant.models.codebooks.frames import FrameInputs, PreparedLoop, StepInputs
 from descant.models.codebooks.parallel_heads import ParallelHeads
 from descant.models.traits import traits_of
 
@@ -41,6 +43,24 @@ class _DecoderFamily(ParallelHeads):
         tables = self.decoder.model.decoder.embed_tokens
         return torch.stack([table(codes[:, index]) for index, table in enumerate(tables)]).sum(0)
 
+    @property
+    def skipped_modules(self) -> Sequence[Any]:
+        """The network, its decoder, and the stack of layers."""
+        return [self.network, self.decoder, self.decoder.model, self.decoder.model.decoder]
+
+    def embed_frame(self, codes: Tensor) -> Tensor:
+        """The embeddings of one frame of each row [N, 1, C] -> [N, 1, D]."""
+        tables = self.decoder.model.decoder.embed_tokens
+        embedded: Tensor = tables[0](codes[:, :, 0])
+        for index in range(1, self.num_codebooks):
+            embedded = embedded + tables[index](codes[:, :, index])
+        return embedded
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """The logits of all heads [N, 1, C * V] for hidden states [N, 1, D]."""
+        hidden = self.decoder.model.decoder.layer_norm(hidden)
+        return torch.cat([head(hidden) for head in self.decoder.lm_heads], -1)
+
     def flat(self, codes: Tensor) -> Tensor:
         """Codes [N, T, C] with a row for each codebook [N * C, T]."""
         return codes.transpose(1, 2).reshape(-1, codes.shape[1])
@@ -68,10 +88,40 @@ class _DecoderFamily(ParallelHeads):
 class MusicgenFamily(_DecoderFamily):
     """MusicGen: a decoder that attends to an encoded text, or the decoder alone."""
 
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self._mask: tuple[Tensor, Any] | None = None  # of the last step, as given and as made
+
     def token_inputs(self, codes: Tensor) -> dict[str, Any]:
         """The codes as ids with a row for each codebook."""
         name = "decoder_input_ids" if self.network is not self.decoder else "input_ids"
         return {name: self.flat(codes)}
+
+    def step(self, inputs: StepInputs) -> Tensor:
+        """The logits [N, 1, C * V] after one more frame."""
+        codes, past, position, states, mask = inputs
+        decoder = self.decoder.model.decoder
+        hidden = self.embed_frame(codes)
+        hidden = hidden + decoder.embed_positions(codes.transpose(1, 2), position)
+        made = None if states is None or mask is None else self._text_mask(hidden, states, mask)
+        for layer in decoder.layers:
+            # Of the states only their presence counts: the keys and values of the text are cached.
+            hidden = layer(
+                hidden, None, states, encoder_attention_mask=made, past_key_values=past, use_cache=True
+            )
+        return self.head_logits(hidden)
+
+    def _text_mask(self, hidden: Tensor, states: Tensor, mask: Tensor) -> Any:
+        """The mask of cross-attention, made once for a batch: most steps have the rows of the one before."""
+        if self._mask is None or self._mask[0] is not mask:
+            made = create_bidirectional_mask(
+                config=self.decoder.config,
+                inputs_embeds=hidden,
+                attention_mask=mask,
+                encoder_hidden_states=states,
+            )
+            self._mask = mask, made
+        return self._mask[1]
 
     def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
         """The first codes of each sequence [B, C, L] and its encoded text."""
@@ -107,6 +157,15 @@ class MelodyFamily(_DecoderFamily):
     def token_inputs(self, codes: Tensor) -> dict[str, Any]:
         """The codes as ids with a row for each codebook."""
         return {"input_ids": self.flat(codes)}
+
+    def step(self, inputs: StepInputs) -> Tensor:
+        """The logits [N, 1, C * V] after one more frame."""
+        decoder = self.decoder.model.decoder
+        hidden = self.embed_frame(inputs.codes)
+        hidden = hidden + decoder.embed_positions(hidden, inputs.position)
+        for layer in decoder.layers:
+            hidden = layer(hidden, attention_mask=None, past_key_values=inputs.past, use_cache=True)[0]
+        return self.head_logits(hidden)
 
     def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
         """The first codes of each sequence [B, C, L] and what it reads before them."""

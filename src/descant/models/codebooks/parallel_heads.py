@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from descant.models.codebooks.frames import FrameInputs, LoopChanges, PreparedLoop
+from descant.models.codebooks.frames import FrameInputs, LoopChanges, PreparedLoop, StepInputs
 
 __all__ = ["ParallelHeads"]
 
@@ -34,6 +34,15 @@ class ParallelHeads:
     def guide(self, cond: Tensor, uncond: Tensor, scales: Tensor, frames: Sequence[FrameInputs]) -> Tensor:  # noqa: ARG002
         """Classifier-free guidance on logits [N, C, V] with scales [N] (Ho and Salimans 2022)."""
         return uncond + (cond - uncond) * scales[:, None, None]
+
+    @property
+    def skipped_modules(self) -> Sequence[Any]:
+        """None."""
+        return ()
+
+    def step(self, inputs: StepInputs) -> Tensor:
+        """Nothing: the network is called whole."""
+        raise NotImplementedError
 
     def prompt_inputs(self, prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:  # noqa: ARG002
         """Nothing: prompts are codes."""

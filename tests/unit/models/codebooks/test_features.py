@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections import Counter
 
@@ -156,6 +157,15 @@ def _p_value(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 # ------------------------------------------------------------------------ CSM
+@pytest.fixture(autouse=True)
+def own_depth_config():
+    """transformers' own generate() writes to the config of the depth decoder, and other tests read it."""
+    depth = codebook_subject("csm").model.depth_decoder
+    saved = copy.deepcopy(depth.generation_config)
+    yield
+    depth.generation_config = saved
+
+
 @pytest.fixture
 def ending_csm(monkeypatch):
     """A model whose heads prefer one code, which is the end; its codec returns the codes."""
