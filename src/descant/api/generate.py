@@ -14,6 +14,7 @@ from torch import Tensor
 from descant.api.call import CallOptions, as_tuple, engine_or_model, pop_recipe
 from descant.api.generate_call import GenerateCall
 from descant.api.inputs import bind_inputs
+from descant.api.latent_call import generate_latents, match_latents
 from descant.api.method_call import IGNORED_INPUTS, explain_pipeline, warn_unused
 from descant.api.outputs import GenerateOutput
 from descant.api.text_inputs import is_text, with_texts
@@ -379,6 +380,7 @@ _FRONT_ENDS: Final = (
             _Unsupported("recipe", "must be a function for {model}", InputError),
         ),
     ),
+    _FrontEnd(match_latents, generate_latents),
     _FrontEnd(
         _match_codebooks,
         _run_codebooks,

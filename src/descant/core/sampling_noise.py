@@ -14,7 +14,7 @@ from descant.core.context import row_params
 from descant.core.counter_rng import UINT32_MASK, counter_bits, murmur_mix
 from descant.core.rows import Rows, index_rows
 
-__all__ = ["SamplingNoise", "keyed_exponential"]
+__all__ = ["SamplingNoise", "keyed_exponential", "keyed_normal"]
 
 
 def keyed_exponential(
@@ -28,6 +28,17 @@ def keyed_exponential(
     return _exponential(first, second, torch.arange(size, device=device))
 
 
+def keyed_normal(seed: Tensor, slot: Tensor, position: Tensor, size: int) -> Tensor:
+    """Normal variables that depend on nothing but (seed, slot, position, index) [R, size], in float64.
+
+    All are on the host: a quantile may differ between devices in the last digits.
+    """
+    first, second = (part[:, None] for part in _row_keys(seed, slot, position))
+    bits = _indexed_bits(first, second, torch.arange(size))
+    normal: Tensor = torch.special.ndtri((bits.to(torch.float64) + 0.5) * 2.0**-32)
+    return normal
+
+
 def _row_keys(seed: Tensor, slot: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """What the variables of each row depend on [R] (host)."""
     first = counter_bits(seed, slot, position)
@@ -36,8 +47,13 @@ def _row_keys(seed: Tensor, slot: Tensor, position: Tensor) -> tuple[Tensor, Ten
 
 def _exponential(first: Tensor, second: Tensor, index: Tensor) -> Tensor:
     """The variables with these indices, of rows with these keys."""
-    bits = murmur_mix(murmur_mix((index * 0x9E3779B1 + first) & UINT32_MASK) ^ second)
+    bits = _indexed_bits(first, second, index)
     return -torch.log1p(-(bits.to(torch.float32) + 0.5) * 2.0**-32)
+
+
+def _indexed_bits(first: Tensor, second: Tensor, index: Tensor) -> Tensor:
+    """32 bits for each of these indices, of rows with these keys."""
+    return murmur_mix(murmur_mix((index * 0x9E3779B1 + first) & UINT32_MASK) ^ second)
 
 
 class SamplingNoise:

@@ -35,6 +35,8 @@ class ModelTraits:
     has_lm_head: bool = True  # its output embeddings can be applied to hidden states
     main_input_name: str = "input_ids"  # the input that holds the prompt, or the encoder's input
     input_names: frozenset[str] = frozenset()  # names of all arguments of `forward`
+    # Inputs whose values belong to positions: they are fed again, and after a cached prefix.
+    positioned_inputs: frozenset[str] = frozenset()
     placeholder_tokens: Mapping[str, int] = field(default_factory=dict)  # modality -> placeholder token
     needs_own_cache: bool = False  # works only on what its `new_cache` returns
 

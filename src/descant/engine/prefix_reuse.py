@@ -191,7 +191,7 @@ class PrefixReuse:
 
     def _check_use_cache(self, request: Request, plan: DecodingPlan, cache: RowCache) -> None:
         """Raise for `use_cache=False` in a session with a cache, and for inputs that cannot be fed again."""
-        inputs: Sequence[str] = () if self._traits.is_encoder_decoder else _side_inputs(request)
+        inputs: Sequence[str] = () if self._traits.is_encoder_decoder else _fed_once(request, self._traits)
         is_off = plan.config.use_cache is False and plan.config.source("use_cache") != "model"
         if not inputs and not is_off:  # most requests: the type of the cache does not matter
             return
@@ -242,7 +242,7 @@ def _check_past_fits(traits: ModelTraits, request: Request, past: CachedRow, pro
         raise InputError(_PAST_ARGUMENT, "must not be given to a model without a cache", got)
     if traits.needs_own_cache:
         raise InputError(_PAST_ARGUMENT, "must not be given to several models, each has its own", got)
-    inputs = _side_inputs(request)
+    inputs = _fed_once(request, traits)
     if inputs:
         must = f"must not be given beside `{inputs[0]}`, which is fed with the beginning of the prompt"
         raise InputError(_PAST_ARGUMENT, must, got)
@@ -273,6 +273,11 @@ def _check_past_fits(traits: ModelTraits, request: Request, past: CachedRow, pro
 def _side_inputs(request: Request) -> list[str]:
     """The names of a request's inputs besides its prompts."""
     return sorted(request.inputs.keys() - {NEGATIVE_PROMPT_KEY})
+
+
+def _fed_once(request: Request, traits: ModelTraits) -> list[str]:
+    """The names of those of them that are fed with the beginning of the prompt alone."""
+    return [name for name in _side_inputs(request) if name not in traits.positioned_inputs]
 
 
 def _is_no_cache(cache: RowCache) -> bool:

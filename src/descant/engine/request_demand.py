@@ -42,7 +42,7 @@ def request_demand(
     if traits.is_encoder_decoder:
         encoder_ids = request.inputs.get(traits.main_input_name)
         fixed_tokens += 0 if encoder_ids is None else len(encoder_ids)
-    has_side_inputs = bool(request.inputs.keys() - {NEGATIVE_PROMPT_KEY}) and not traits.is_encoder_decoder
+    side_inputs = set() if traits.is_encoder_decoder else request.inputs.keys() - {NEGATIVE_PROMPT_KEY}
     positions = len(one.prompt) + one.offset
     max_row_tokens, paged = max(one.max_slots, positions), isinstance(store, PagedStore)
     rows *= 2 if is_guided else 1
@@ -60,6 +60,7 @@ def request_demand(
         paged=paged,
         priority=request.priority,
         deadline=None if request.deadline is None else now + request.deadline,
-        chunkable=reads_in_chunks(traits, store) and not (has_side_inputs or plan.needs_full_prefill),
-        preemptible=not has_side_inputs and (is_lossless(store) or traits.cache_type == "recurrent"),
+        chunkable=reads_in_chunks(traits, store) and not (side_inputs or plan.needs_full_prefill),
+        preemptible=side_inputs <= traits.positioned_inputs
+        and (is_lossless(store) or traits.cache_type == "recurrent"),
     )

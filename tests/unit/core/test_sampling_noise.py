@@ -9,7 +9,7 @@ from scipy import stats
 from descant.core.context import RowParams
 from descant.core.counter_rng import uniform
 from descant.core.rows import Rows
-from descant.core.sampling_noise import SamplingNoise, keyed_exponential
+from descant.core.sampling_noise import SamplingNoise, keyed_exponential, keyed_normal
 
 CPU = torch.device("cpu")
 
@@ -44,6 +44,21 @@ def test_the_variables_are_exponential_along_every_axis(axis):
         share = stats.expon.cdf(high) - stats.expon.cdf(low)
         found = int(((line >= low) & (line < high)).sum())
         assert stats.binomtest(found, count, share).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("axis", ["seed", "slot", "position", "size"])
+def test_normal_variables_are_normal_along_every_axis_and_the_rows_own(axis):
+    count = 100_000
+    keys = {name: torch.zeros(1, dtype=torch.long) for name in ("seed", "slot", "position")}
+    if axis == "size":
+        line = keyed_normal(*keys.values(), count)[0]
+    else:
+        keys[axis] = torch.arange(count)
+        line = keyed_normal(*torch.broadcast_tensors(*keys.values()), 1)[:, 0]
+    assert stats.kstest(line.numpy(), "norm").pvalue > 1e-4
+    few = {name: value.expand(count)[7:9] if len(value) == 1 else value[7:9] for name, value in keys.items()}
+    again = keyed_normal(*few.values(), 9 if axis == "size" else 1)
+    assert torch.equal(again[0, 7:] if axis == "size" else again[:, 0], line[7:9])
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,6 @@ REFUSED = {
     "DiaForConditionalGeneration": "codebooks",
     "CsmForConditionalGeneration": "_sample",
     "HiggsAudioV2ForConditionalGeneration": "_sample",
-    "PocketTTSForConditionalGeneration": "_sample",
     "KyutaiSpeechToTextForConditionalGeneration": "_prepare_model_inputs",
 }
 

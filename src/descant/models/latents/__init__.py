@@ -1,0 +1,1 @@
+"""Models that predict a continuous latent in a step in place of a token."""
