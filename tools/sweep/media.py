@@ -430,6 +430,21 @@ def end_with_audio_start(subject: Subject) -> Subject:
     return subject
 
 
+def set_frames(subject: Subject) -> Subject:
+    """End speech after few frames, by its logits in some rows (Pocket TTS).
+
+    Each latent is fed again, so that the rounding of a batch grows by frame, in transformers too.
+    """
+    subject = end_with_audio_start(subject)
+    subject.options = {
+        "max_new_tokens": 5,
+        "eos_threshold": 1.5,
+        "min_frames_before_eos": 0,
+        "frames_after_eos": 1,
+    }
+    return subject
+
+
 def set_languages(subject: Subject) -> Subject:
     """Set a language for text, units and vocoder (SeamlessM4T)."""
     settings = subject.model.generation_config
@@ -879,7 +894,7 @@ NOTES: dict[str, str] = {
     ),
     **dict.fromkeys(
         ("GradiumPhononTTSForConditionalGeneration", "PocketTTSForConditionalGeneration"),
-        f"{NO_BEAMS}; gives continuous latents, not tokens",
+        f"{NO_BEAMS}; gives continuous latents, which are compared in place of tokens",
     ),
     **dict.fromkeys(
         ("FuyuForCausalLM", "Llama4ForConditionalGeneration"),
@@ -892,8 +907,8 @@ AUDIO_OUTPUT: dict[str, Callable[[Subject], Subject]] = {
     "musicgen_melody": set_codebook_start,
     "dia": add_delay_pattern,
     "higgs_audio_v2": end_with_audio_start,
-    "pocket_tts": end_with_audio_start,
-    "gradium_phonon_tts": end_with_audio_start,
+    "pocket_tts": set_frames,
+    "gradium_phonon_tts": set_frames,
     "bark": set_bark_stages,
     "seamless_m4t": set_languages,
     "seamless_m4t_v2": set_languages,

@@ -34,10 +34,14 @@ class Differs(Exception):
 
 
 class ModelOutput(NamedTuple):
-    """The output of a model: tokens [B, L], and the logits of each step [T, B, V] if returned."""
+    """The output of a model: tokens [B, L], and the logits of each step [T, B, V] if returned.
+
+    A model that predicts latents has one logit a step [T, B], and its tokens are placeholders.
+    """
 
     tokens: Tensor
     logits: Tensor | None = None
+    latents: Tensor | None = None  # [B, T, D], of such a model
 
 
 class Reference(NamedTuple):
@@ -179,13 +183,25 @@ def _compare_rows(check: str, subject: Subject, singles: Sequence[ModelOutput], 
         start = _prompt_columns(subject, subject.batch)
         row = joint.tokens[index : index + 1, start:]
         alone = single.tokens[:, _prompt_columns(subject, subject.prompts[index]) :]
-        pad = torch.full_like(row, subject.model.generation_config.pad_token_id or 0)
+        has_latents = joint.latents is not None
+        ended = "audio_latent_token_id" if has_latents else "pad_token_id"  # the token of an ended row
+        settings = subject.model.config if has_latents else subject.model.generation_config
+        pad = torch.full_like(row, getattr(settings, ended) or 0)
         pad[:, : alone.shape[1]] = alone[:, : row.shape[1]]
         logits = None
         if joint.logits is not None and single.logits is not None:
             rows = single.logits.shape[1]  # several where a sequence has codebooks
             logits = joint.logits[: len(single.logits), index * rows : (index + 1) * rows]
-        check_equal(f"{check}, row {index}", ModelOutput(pad, single.logits), ModelOutput(row, logits))
+        expected, latents = single.latents, None
+        if joint.latents is not None and expected is not None:
+            latents = joint.latents[index : index + 1]
+            rest = latents.shape[1] - expected.shape[1]
+            expected = torch.nn.functional.pad(expected, (0, 0, 0, rest))
+        check_equal(
+            f"{check}, row {index}",
+            ModelOutput(pad, single.logits, expected),
+            ModelOutput(row, logits, latents),
+        )
 
 
 def _prompt_columns(subject: Subject, inputs: dict[str, Tensor] | None) -> int:
@@ -196,7 +212,7 @@ def _prompt_columns(subject: Subject, inputs: dict[str, Tensor] | None) -> int:
 
 
 def check_equal(check: str, expected: ModelOutput, got: ModelOutput) -> None:
-    """Raise Differs unless tokens are equal and logits about equal."""
+    """Raise Differs unless tokens are equal, and logits and latents about equal."""
     if expected.tokens.shape != got.tokens.shape:
         shapes = f"{list(expected.tokens.shape)} expected, got {list(got.tokens.shape)}"
         raise Differs(f"{check}: shape of the sequences, {shapes}")
@@ -210,6 +226,18 @@ def check_equal(check: str, expected: ModelOutput, got: ModelOutput) -> None:
         step, distance, tolerance = difference
         if distance > tolerance:
             raise Differs(f"{check}: logits of step {step} by {distance:.2e} (tolerance {tolerance:.1e})")
+    if expected.latents is not None:
+        _check_latents(check, expected.latents, got.latents)
+
+
+def _check_latents(check: str, expected: Tensor, got: Tensor | None) -> None:
+    """Raise Differs unless latents are about equal."""
+    if got is None or got.shape != expected.shape:
+        shape = None if got is None else list(got.shape)
+        raise Differs(f"{check}: shape of the latents, {list(expected.shape)} expected, got {shape}")
+    distance, tolerance = float((expected - got).abs().max()), _TOLERANCE * float(expected.abs().max())
+    if not distance <= tolerance:
+        raise Differs(f"{check}: latents by {distance:.2e} (tolerance {tolerance:.1e})")
 
 
 def _are_equal(expected: Tensor, got: Tensor) -> Tensor:
@@ -261,7 +289,8 @@ def _run(
     tokens = answer if isinstance(answer, Tensor) else answer.sequences
     # A model may store arguments of the last call on its config (Pop2Piano does).
     logits = getattr(answer, "logits", None) if beams == 1 else None
-    return ModelOutput(tokens, torch.stack([step.float() for step in logits]) if logits else None)
+    stacked = torch.stack([step.float() for step in logits]) if logits else None
+    return ModelOutput(tokens, stacked, getattr(answer, "audio_latents", None))
 
 
 def _jsonable(value: Any) -> Any:

@@ -180,6 +180,30 @@ def test_differences_are_named(got, says):
         check_equal("x", _output(1, 2, logits=[[0.0, 1.0]]), got)
 
 
+@pytest.mark.parametrize(
+    ("got", "says"),
+    [
+        (torch.ones(1, 3, 2), r"shape of the latents, \[1, 2, 2\] expected, got \[1, 3, 2\]"),
+        (None, "shape of the latents"),
+        (torch.ones(1, 2, 2) * 1.001, "latents by 1.00e-03"),
+        (torch.full((1, 2, 2), float("nan")), "latents by nan"),
+    ],
+)
+def test_other_latents_are_noticed(got, says):
+    expected = ModelOutput(torch.tensor([[1, 2]]), None, torch.ones(1, 2, 2))
+    check_equal("x", expected, expected._replace(latents=torch.ones(1, 2, 2) * 1.00001))
+    with pytest.raises(Differs, match=f"x: {says}"):
+        check_equal("x", expected, expected._replace(latents=got))
+
+
+def test_a_model_of_latents_works_and_its_rows_end_at_different_frames():
+    entry = Entry("text-to-audio", "pocket_tts", "PocketTTSForConditionalGeneration")
+    assert trial.trial(entry)["status"] == "works"
+    subject = trial.subject_of(entry)
+    frames = [len(one) for one in subject.model.generate(**subject.batch, **subject.options)]
+    assert len(set(frames)) > 1
+
+
 def test_an_architecture_that_works():
     stages = []
     record = trial.trial(LLAMA, stages.append)
