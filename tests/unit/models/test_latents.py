@@ -344,6 +344,20 @@ def test_a_request_that_joins_later_has_the_same_latents(case: Subject) -> None:
         assert torch.allclose(one, latents_of(case.model, request), atol=1e-6, rtol=1e-6)
 
 
+def test_requests_without_a_seed_draw_one_by_torchs_generator(case: Subject) -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        requests = latent_requests(case.model, config(do_sample=True), **case.prompts[0], **settings())
+        session = Session(LatentModel(case.model))
+        session.admit(*requests)
+        torch.manual_seed(0)  # of no effect: the seed is drawn already
+        run(session)
+        drawn.append(latents_of(case.model, requests[0]))
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.allclose(drawn[0], drawn[2], atol=0.1)
+
+
 def test_latents_are_there_after_each_step(case: Subject) -> None:
     (request,) = latent_requests(case.model, config(), **case.prompts[0], **settings())
     session = Session(LatentModel(case.model))

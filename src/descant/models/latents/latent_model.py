@@ -23,10 +23,9 @@ from descant.models.transformers_model import TransformersModel
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CONTINUE_TOKEN", "END_TOKEN", "LatentModel", "is_latent_model"]
+__all__ = ["END_TOKEN", "LatentModel", "is_latent_model"]
 
-# The vocabulary of its rows: whether a frame is the last.
-CONTINUE_TOKEN: Final = 0
+# The token of a last frame; that of all others is 0.
 END_TOKEN: Final = 1
 
 _MIXIN = "PocketTTSGenerationMixin"
@@ -114,16 +113,13 @@ class LatentModel(TransformersModel):
         ids = ids.masked_fill(~is_fed.to(ids.device), self._config.pad_token_id or 0)
         inputs: dict[str, Any] = {"input_ids": ids}
         spans = list(zip(sequences, starts.tolist(), stops.tolist(), strict=True))
-        voice_token = self._config.audio_prompt_token_id
-        voices = [voice for one, start, stop in spans for voice in one.fed_voice(start, stop, voice_token)]
-        if voices:
+        # A prompt with a voice is read at once, from its first position.
+        voices = [one.voice for one, start, _ in spans if one.voice is not None and start == 0]
+        if any(len(voice) for voice in voices):
             inputs["audio_prompt_latents"] = torch.cat(voices).to(self.device)
         latents = [latent for one, start, stop in spans for latent in one.fed_latents(start, stop)]
         if latents:
-            fed = torch.stack(latents)
-            # One a row is the form of a step; else the model fills the positions in their order.
-            is_step = batch.width == 1 and len(latents) == batch.num_rows
-            inputs["audio_latents"] = fed[:, None] if is_step else fed[None]
+            inputs["audio_latents"] = torch.stack(latents)[None]
         return inputs
 
     def _run_compiled(self, inputs: dict[str, Any], cache: RowCache, batch: ForwardBatch) -> Tensor | None:  # noqa: ARG002
@@ -134,23 +130,17 @@ class LatentModel(TransformersModel):
         """Call the model and store the next latents; the logits [N, T, 2] say whether a frame is the last."""
         output = super()._call_model(inputs, batch, request)
         device, stops = output.logits.device, _fed_stops(batch)
-        pairs = zip(request.tolist(), stops.tolist(), strict=True)
-        frames = [stop - len(self._sequences[number].prompt) for number, stop in pairs]
-        rows = [row for row, frame in enumerate(frames) if frame >= 0]  # others have more prompt to read
-        is_last = torch.zeros(batch.num_rows, dtype=torch.long, device=device)
-        if rows:
-            index, last = torch.tensor(rows), (stops - batch.cached_length - 1)[rows]
-            states = output.last_hidden_state[index.to(device), last.to(device)]
-            eos_logits = output.logits[index.to(device), last.to(device), 0].float().tolist()
-            sequences = [self._sequences[number] for number in request[index].tolist()]
-            frames = [frames[row] for row in rows]
-            latents = self._sample_latents(sequences, frames, states)
-            ends = [
-                one.write(frame, latent, logit)
-                for one, frame, latent, logit in zip(sequences, frames, latents, eos_logits, strict=True)
-            ]
-            is_last[rows] = torch.tensor(ends, dtype=torch.long, device=device)
-        choice = torch.nn.functional.one_hot(is_last, num_classes=2).float()
+        sequences = [self._sequences[number] for number in request.tolist()]
+        frames = [stop - len(one.prompt) for one, stop in zip(sequences, stops.tolist(), strict=True)]
+        lines = torch.arange(batch.num_rows, device=device)
+        last = (stops - batch.cached_length - 1).to(device)
+        latents = self._sample_latents(sequences, frames, output.last_hidden_state[lines, last])
+        eos_logits = output.logits[lines, last, 0].float().tolist()
+        is_last = [
+            one.write(frame, latent, logit)
+            for one, frame, latent, logit in zip(sequences, frames, latents, eos_logits, strict=True)
+        ]
+        choice = torch.nn.functional.one_hot(torch.tensor(is_last).long(), num_classes=2).float().to(device)
         output.logits = choice[:, None].expand(-1, batch.width, -1)
         return output
 

@@ -76,15 +76,6 @@ class LatentSequence:
         self.eos_logits.append(eos_logit)
         return self.end.is_last(self.eos_logits)
 
-    def fed_voice(self, start: int, stop: int, voice_token: int) -> list[Tensor]:
-        """The voice latents of the positions from `start` to `stop`, as a list of at most one [F, D']."""
-        is_voice = self.prompt == voice_token
-        count = int(is_voice[start:stop].sum())
-        if self.voice is None or not count:
-            return []
-        first = int(is_voice[:start].sum())
-        return [self.voice[first : first + count]]
-
     def fed_latents(self, start: int, stop: int) -> list[Tensor]:
         """The latents that are fed at the positions from `start` to `stop`."""
         length = len(self.prompt)
