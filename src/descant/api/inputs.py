@@ -93,9 +93,8 @@ def prepare_prompts(
     given: Mapping[str, Any], config: GenerationConfig, traits: ModelTraits, device: torch.device
 ) -> RaggedPrompts:
     """The prompts in the model inputs of a call."""
-    given = {
-        name: value for name, value in given.items() if value is not None and name not in _IGNORED_INPUTS
-    }
+    ignored = _IGNORED_INPUTS | traits.unused_inputs
+    given = {name: value for name, value in given.items() if value is not None and name not in ignored}
     given = _drop_unused_token_types(given, traits)
     known = {*_TEXT_INPUTS, *traits.input_names}
     if traits.is_encoder_decoder:
@@ -140,7 +139,7 @@ def _prepare_decoder_only(
     if ids is None and embeds is None:
         if config.bos_token_id is None:
             raise InputError("input_ids", "must be given when the config has no `bos_token_id`", None)
-        _validate_token_id("bos_token_id", config.bos_token_id, traits)
+        _validate_token_id("bos_token_id", config.bos_token_id, traits.num_prompt_ids)
         ids = torch.tensor([[config.bos_token_id]] * _num_prompts(media, traits), device=device)
     if embeds is not None:
         if media:
@@ -148,14 +147,9 @@ def _prepare_decoder_only(
                 next(iter(media)), "must not be given with `inputs_embeds`, which include it", embeds
             )
         return _prepare_embeddings(ids, embeds, given.get("attention_mask"), traits)
-    ids = _validate_ids("input_ids", ids, _num_known_ids(traits))
+    ids = _validate_ids("input_ids", ids, traits.num_prompt_ids)
     mask = _infer_mask(given.get("attention_mask"), ids, config)
     return _pack_left(ids, ids, mask, split_by_prompt(media, ids, mask, traits.placeholder_tokens, len(ids)))
-
-
-def _num_known_ids(traits: ModelTraits) -> int:
-    """The number of token ids a prompt may use; placeholders of media may lie beyond the vocabulary."""
-    return max(traits.vocab_size, *(token + 1 for token in traits.placeholder_tokens.values()), 0)
 
 
 def _prepare_embeddings(
@@ -196,7 +190,7 @@ def _prepare_encoder_decoder(
     elif embeds is not None:
         source = {"inputs_embeds": _validate_embeddings("inputs_embeds", embeds, traits)}
     elif ids is not None:
-        source = {"input_ids": _validate_ids("input_ids", ids, _num_known_ids(traits))}
+        source = {"input_ids": _validate_ids("input_ids", ids, traits.num_prompt_ids)}
         if mask is None:
             mask = _infer_mask(None, source["input_ids"], config, leading=False).long()
     elif media:
@@ -300,7 +294,7 @@ def _decoder_prompt_ids(
         return ids
     first = torch.tensor(start, device=device).reshape(-1)
     for token in first.tolist():
-        _validate_token_id(name, token, traits)
+        _validate_token_id(name, token, traits.vocab_size)
     if len(first) not in (1, batch):
         raise ConfigError(name, f"must be one token, or {batch} with one per prompt", start)
     first = first.expand(batch)[:, None]
@@ -309,10 +303,10 @@ def _decoder_prompt_ids(
     return ids if bool((ids[:, :1] == first).all()) else torch.cat((first, ids), 1)
 
 
-def _validate_token_id(name: str, token: int, traits: ModelTraits) -> None:
+def _validate_token_id(name: str, token: int, vocab_size: int) -> None:
     """Raise for a token of the config that is not in the model's vocabulary."""
-    if not 0 <= token < traits.vocab_size:
-        raise ConfigError(name, f"must be below {traits.vocab_size}, the vocabulary size", token)
+    if not 0 <= token < vocab_size:
+        raise ConfigError(name, f"must be below {vocab_size}, the vocabulary size", token)
 
 
 def _validate_embeddings(name: str, states: Tensor, traits: ModelTraits) -> Tensor:

@@ -30,6 +30,7 @@ class PromptInfo:
     source_ids: Callable[[], list[int]] = list  # ids of the encoder's input; without an encoder, the prompt's
     healed_suffix: HealedSuffix | None = None  # the tokens that token healing has removed
     padding: int = 0  # positions of padding that count as prompt in `max_length` and `min_length`
+    max_length: int | None = None  # positions that its other inputs have room for; None: no limit
 
 
 class _LazySelect(Mapping[str, Any]):

@@ -39,6 +39,19 @@ class ModelTraits:
     positioned_inputs: frozenset[str] = frozenset()
     placeholder_tokens: Mapping[str, int] = field(default_factory=dict)  # modality -> placeholder token
     needs_own_cache: bool = False  # works only on what its `new_cache` returns
+    has_aligned_inputs: bool = False  # every fed token has another input beside it
+    input_vocab_size: int | None = None  # ids that a prompt may hold; None: those of `vocab_size`
+    unused_inputs: frozenset[str] = frozenset()  # inputs that are accepted and have no effect
+    config_inputs: frozenset[str] = frozenset()  # inputs that a generation config may hold
+
+    @property
+    def num_prompt_ids(self) -> int:
+        """The number of ids that a prompt may hold; placeholders of media may be beyond the vocabulary."""
+        return max(
+            self.vocab_size,
+            self.input_vocab_size or 0,
+            *(token + 1 for token in self.placeholder_tokens.values()),
+        )
 
     @property
     def supports_custom_mask(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ class Admission:
         config = self._merged_config(request)
         suffix = None
         if config.token_healing:
-            suffix = healed_suffix(request, config, _checked_ids(request, self._model.traits.vocab_size))
+            suffix = healed_suffix(request, config, _checked_ids(request, self._model.traits.num_prompt_ids))
         return replace(request, compiled_grammar=compile_request_grammar(request, spec, suffix))
 
     def _check_adapter(self, name: Any) -> None:
@@ -116,6 +116,10 @@ class Admission:
         """The resolved requests; those with the same config and models share a plan."""
         plans: dict[tuple[int, ...], DecodingPlan] = {}
         resolved = []
+        # Of a model whose other inputs have room for so many positions.
+        max_length: Callable[[Mapping[str, Any]], int | None] | None = getattr(
+            self._model, "max_request_length", None
+        )
         for name in dict.fromkeys(request.adapter_name for request in requests):
             if name is not None:
                 self._check_adapter(name)
@@ -123,12 +127,22 @@ class Admission:
             key = _plan_key(request)
             if key not in plans:
                 plans[key] = self.make_plan(request, traits)
-            resolved.append(_resolve_one(request, plans[key], traits))
+            request = _with_config_inputs(request, plans[key].config, traits)
+            limit = None if max_length is None else max_length(request.inputs)
+            resolved.append(_resolve_one(request, plans[key], traits, limit))
         return resolved
 
 
-def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> ResolvedRequest:
-    """One request by its plan."""
+def _with_config_inputs(request: Request, config: GenerationConfig, traits: ModelTraits) -> Request:
+    """A request with the inputs that its generation config holds; its own come first."""
+    found = {name: config.extra[name] for name in traits.config_inputs & config.extra.keys()}
+    return replace(request, inputs={**found, **request.inputs}) if found else request
+
+
+def _resolve_one(
+    request: Request, plan: DecodingPlan, traits: ModelTraits, limit: int | None = None
+) -> ResolvedRequest:
+    """One request by its plan; its inputs have room for `limit` tokens, prompt included."""
     if not isinstance(request.cache_salt, bytes):
         raise InputError("cache_salt", "must be bytes", request.cache_salt)
     if request.adapter_name is not None:  # adapters share no cached prefix
@@ -137,7 +151,7 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
     if request.prompt_logprobs is not None:
         do = "send it to a descant.AsyncEngine"
         raise InputError("prompt_logprobs", "must be None in a session", request.prompt_logprobs, do)
-    ids = _checked_ids(request, traits.vocab_size)
+    ids = _checked_ids(request, traits.num_prompt_ids)
     length = ids.shape[0]
     suffix = healed_suffix(request, plan.config, ids)
     embeds = request.inputs.get("inputs_embeds") if not traits.is_encoder_decoder else None
@@ -147,7 +161,11 @@ def _resolve_one(request: Request, plan: DecodingPlan, traits: ModelTraits) -> R
     if plan.refeeds_last and not length:
         must = "must come with `input_ids` of at least the last token, which is fed again"
         raise InputError("inputs_embeds", must, embeds)
-    info = prompt_info(request, ids, offset, suffix)
+    if limit is not None and limit <= length:
+        name = traits.main_input_name
+        must = f"must be shorter than `{name}`, which has {limit} positions"
+        raise InputError("prompt", must, f"{length} tokens", "shorten it")
+    info = replace(prompt_info(request, ids, offset, suffix), max_length=limit)
     prompt_params, method_params = plan.prompt_params(info, traits), plan.row_method_params(info)
     if plan.config.suffix_lookup_shared:
         method_params["suffix_lookup_salt"] = request.cache_salt

@@ -15,7 +15,7 @@ from descant.decoding.watermark.schemes.keys import warn_if_public
 from descant.engine.strategy_choice import is_contrastive
 from descant.errors import ConfigError
 
-__all__ = ["check_config", "resolve_max_length"]
+__all__ = ["check_config", "has_own_length", "resolve_max_length"]
 
 
 _MAX_COUNTS: Final = {
@@ -49,7 +49,9 @@ def check_config(config: GenerationConfig, traits: ModelTraits) -> None:
 def resolve_max_length(config: GenerationConfig, prompt: PromptInfo, traits: ModelTraits) -> int:
     """The most tokens that a row may have, prompt included."""
     length, offset = prompt.length, prompt.offset
-    if config.max_new_tokens is not None:
+    if prompt.max_length is not None and not has_own_length(config):
+        name, limit = "max_length", prompt.max_length
+    elif config.max_new_tokens is not None:
         name, limit = "max_new_tokens", length + config.max_new_tokens
     elif "max_length" in config.given:
         name, limit = "max_length", config.max_length - offset - prompt.padding
@@ -60,6 +62,8 @@ def resolve_max_length(config: GenerationConfig, prompt: PromptInfo, traits: Mod
         name, limit = "max_length", length + DEFAULT_NEW_TOKENS
         if traits.context_length is not None:
             limit = min(limit, max(traits.context_length - offset, length + 1))
+    if prompt.max_length is not None:
+        limit = min(limit, prompt.max_length)
     # The last token is never fed, except by contrastive search, which ranks it.
     excess = 0 if traits.max_positions is None else offset + limit - traits.max_positions
     if excess > 1 or (excess == 1 and is_contrastive(config)):
@@ -68,6 +72,11 @@ def resolve_max_length(config: GenerationConfig, prompt: PromptInfo, traits: Mod
         raise ConfigError(name, f"must leave room: {reason}", getattr(config, name), do)
     _check_min_length(config, limit - length, length + offset + prompt.padding)
     return limit
+
+
+def has_own_length(config: GenerationConfig) -> bool:
+    """Whether a length was set for the request, and not only in the model's config."""
+    return any(config.source(name) in ("call", "argument") for name in ("max_new_tokens", "max_length"))
 
 
 def _check_min_length(config: GenerationConfig, max_new: int, prompt_length: int) -> None:

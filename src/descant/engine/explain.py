@@ -15,6 +15,7 @@ from descant.decoding.processors.pipeline import (
     processor_order,
 )
 from descant.engine.cache_factory import cache_name
+from descant.engine.config_checks import has_own_length
 from descant.engine.drafter_factory import DraftInputs, describe_drafter
 from descant.engine.planner import (
     WRAPPERS,
@@ -42,9 +43,10 @@ def explain_config(config: GenerationConfig, model: object = None) -> str:
         target = as_model(model)
         plan = make_plan(merged, target.traits, drafter_spec(merged, target, DraftInputs()))
         paths = _describe_fast_paths(target, merged)
+        has_sound = target.traits.has_aligned_inputs
     else:
         merged = GenerationConfig.merge({}, config)
-        plan, paths = None, []
+        plan, paths, has_sound = None, [], False
     order = processor_order(merged)
     processors = sorted(
         (spec for spec in PROCESSOR_SPECS if spec.is_enabled(merged)),
@@ -57,7 +59,7 @@ def explain_config(config: GenerationConfig, model: object = None) -> str:
     drafter = describe_drafter(merged)
     lines += [f"drafts      {drafter}"] if drafter else []
     lines.append("processors  " + (", ".join(type(one.processor).__name__ for one in processors) or "none"))
-    lines.append("stops       " + ", ".join(_describe_stops(merged)))
+    lines.append("stops       " + ", ".join(_describe_stops(merged, has_sound)))
     if plan is not None:
         lines.append(f"padding     token {plan.params.pad_token_id}")
     lines += paths
@@ -150,14 +152,20 @@ def _jsonable(value: Any) -> Any:
     return plain if len(str(plain)) <= 200 else type(value).__name__
 
 
-def _describe_stops(config: GenerationConfig) -> list[str]:
-    stops = []
+def _describe_length(config: GenerationConfig) -> str:
+    """The most tokens of a row."""
     if config.max_new_tokens is not None:
-        stops.append(f"{config.max_new_tokens} new tokens")
-    elif "max_length" in config.given:
-        stops.append(f"{config.max_length} tokens, prompt included")
-    else:
-        stops.append(f"{DEFAULT_NEW_TOKENS} new tokens (default)")
+        return f"{config.max_new_tokens} new tokens"
+    if "max_length" in config.given:
+        return f"{config.max_length} tokens, prompt included"
+    return f"{DEFAULT_NEW_TOKENS} new tokens (default)"
+
+
+def _describe_stops(config: GenerationConfig, has_sound: bool) -> list[str]:
+    """What ends a row; one that hears sound beside its tokens ends with the sound at the latest."""
+    stops = ["the end of its sound"] if has_sound else []
+    if not has_sound or has_own_length(config):
+        stops.append(_describe_length(config))
     stops += [f"end token {token}" for token in end_token_ids(config)]
     texts = (config.stop_strings,) if isinstance(config.stop_strings, str) else config.stop_strings or ()
     stops += [f"text {text!r}" for text in texts]

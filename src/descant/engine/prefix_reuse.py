@@ -191,7 +191,8 @@ class PrefixReuse:
 
     def _check_use_cache(self, request: Request, plan: DecodingPlan, cache: RowCache) -> None:
         """Raise for `use_cache=False` in a session with a cache, and for inputs that cannot be fed again."""
-        inputs: Sequence[str] = () if self._traits.is_encoder_decoder else _fed_once(request, self._traits)
+        is_fed_again = self._traits.is_encoder_decoder or self._traits.has_aligned_inputs
+        inputs: Sequence[str] = () if is_fed_again else _fed_once(request, self._traits)
         is_off = plan.config.use_cache is False and plan.config.source("use_cache") != "model"
         if not inputs and not is_off:  # most requests: the type of the cache does not matter
             return

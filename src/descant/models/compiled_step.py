@@ -46,6 +46,8 @@ def uncompilable_reason(model: PreTrainedModel, traits: ModelTraits) -> str | No
     name = type(model).__name__
     if traits.is_encoder_decoder:
         return f"{name} has an encoder, whose outputs vary in size"
+    if traits.has_aligned_inputs:
+        return f"{name} takes another input beside every token"
     if traits.cache_type != "kv":
         return f"{name} does not use a KV cache"
     if traits.prepares_own_inputs or traits.has_own_position_ids or not traits.supports_custom_mask:

@@ -13,6 +13,7 @@ from descant.kv_cache.paged_decode_attention import PagedDecodeAttention
 from descant.kv_cache.static import StaticStore
 from descant.models.compiled_layers import compiled_layers_of, previous_layers
 from descant.models.compiled_step import uncompilable_reason
+from descant.models.model_adapter import adapter_of
 from descant.models.prepacked_weights import num_prepacked_layers, unprepackable_reason
 from descant.models.transformers_model import TransformersModel
 
@@ -56,7 +57,7 @@ def _adapter(model: Any) -> TransformersModel | None:
     if isinstance(model, TransformersModel):
         return model
     network = model.network if hasattr(model, "traits") else model
-    return None if network is None else TransformersModel(network)
+    return None if network is None else adapter_of(network)
 
 
 def _packed_forwards(model: TransformersModel, cache: RowCache | None) -> FastPath:

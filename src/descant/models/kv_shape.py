@@ -16,6 +16,7 @@ from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.recurrent_state import RecurrentStateCache, state_signature
+from descant.models.model_adapter import adapter_of
 from descant.models.transformers_model import TransformersModel
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ class _ShapeRecorderCache(DenseStore):
 
 
 def _measure(model: PreTrainedModel) -> KVShape:
-    adapter = TransformersModel(model)
+    adapter = adapter_of(model)
     if adapter.traits.cache_type == "recurrent":
         return _measure_state(adapter)
     cache = _ShapeRecorderCache()

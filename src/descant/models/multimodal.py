@@ -68,7 +68,7 @@ def split_by_prompt(
         if isinstance(value, Tensor) and ids is not None and is_per_token(name, value.ndim - 1):
             for inputs, part in zip(prompts, _split_per_token(name, value, ids, mask), strict=True):
                 inputs[name] = part
-        elif count == 1 or not isinstance(value, Tensor | list | tuple):
+        elif count == 1 or not isinstance(value, Tensor | list | tuple) or getattr(value, "ndim", 1) == 0:
             for inputs in prompts:
                 inputs[name] = value
         else:

@@ -141,6 +141,7 @@ def _unpackable_reason(model: Any, traits: ModelTraits, is_spread: bool) -> str 
         f"its attention is {traits.attn_implementation}, not sdpa": traits.attn_implementation != "sdpa",
         "the model does not take position ids and a 4D mask": own or not traits.supports_custom_mask,
         "the model has an encoder": traits.is_encoder_decoder,
+        "every token has another input beside it": traits.has_aligned_inputs,
         "the model takes one row at a time": traits.needs_batch_size_one,
         "the model does not declare transformers' attention interface": not getattr(
             model, "_supports_attention_backend", False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -60,6 +60,7 @@ class TransformersModel:
         self, model: PreTrainedModel, states: Sequence[str] = (), traits: ModelTraits | None = None
     ) -> None:
         self.model = self.network = model
+        self._callee: Callable[[], Any] = lambda: model  # what a forward calls
         self.traits: ModelTraits = traits_of(model) if traits is None else traits
         # Looked up once: transformers searches all modules.
         self.device = input_device(model)
@@ -171,7 +172,7 @@ class TransformersModel:
         )
         is_recurrent = self.traits.cache_type == "recurrent"
         state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
-        request_keys = self._batch_keys(rows) if len(self._request_inputs) else {}
+        request_keys = self._batch_keys(rows)
         # PEFT chooses adapters by the lines of a batch, and packed rows share one.
         is_plain = not (self._prompt_embeds or len(self._request_inputs) or self._adapters.in_use)
         can_pack = is_plain and self._packed.can_pack(rows, proposal, cache, self._output_states)
@@ -201,9 +202,8 @@ class TransformersModel:
 
     def _batch_keys(self, rows: Rows) -> dict[int, object]:
         """Keys of the requests whose inputs restrict which rows can share a forward."""
-        return self._request_inputs.batch_keys(
-            set(rows.request[rows.cached_length == 0].tolist()), self.traits.prepares_own_inputs
-        )
+        fresh = set(rows.request[rows.cached_length == 0].tolist()) if len(self._request_inputs) else set()
+        return self._request_inputs.batch_keys(fresh, self.traits.prepares_own_inputs)
 
     # -------------------------------------------------------------------- one forward
     def _run_batch(
@@ -350,7 +350,7 @@ class TransformersModel:
         inputs["return_dict"] = True
         self._count_forward(batch.width * batch.num_rows)
         with self._adapters.applied(request.tolist()):
-            return eager_call(self.model)(**inputs)
+            return eager_call(self._callee())(**inputs)
 
     def _count_forward(self, positions: int) -> None:
         """Count a forward, and announce it to the other processes if they are synchronized."""

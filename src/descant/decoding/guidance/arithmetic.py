@@ -182,6 +182,11 @@ class JointModel:
         """An empty cache with one part per model."""
         return self._make_cache(self.parts)
 
+    def max_request_length(self, inputs: Mapping[str, Any]) -> int | None:
+        """The most tokens of a row with these inputs, prompt included; None: no model has a limit."""
+        limits = [getattr(part, "max_request_length", lambda _: None)(inputs) for part in self.parts]
+        return min((limit for limit in limits if limit is not None), default=None)
+
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Pass the inputs of new requests to every model."""
         for name in _MODEL_SPECIFIC_INPUTS:

@@ -42,6 +42,11 @@ def check_draft_model(traits: ModelTraits) -> None:
             "a draft model whose encoder reads tokens must have the target's tokenizer: remove "
             "`assistant_tokenizer`, or use a draft model without an encoder"
         )
+    if traits.has_aligned_inputs:
+        raise UnsupportedModel(
+            "a draft model with another input beside every token must have the target's tokenizer: remove "
+            "`assistant_tokenizer`"
+        )
 
 
 def check_shared_vocab(tokenizer: Any, assistant_tokenizer: Any) -> None:

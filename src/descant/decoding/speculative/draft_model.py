@@ -57,7 +57,7 @@ class AssistantDrafter:
         has_input = [
             any(value[index] is not None for value in usable.values()) for index in range(len(requests))
         ]
-        if not traits.is_encoder_decoder:
+        if not (traits.is_encoder_decoder or traits.has_aligned_inputs):
             # Prompt inputs (images, audio) are fed once, and rows may already be expanded by then.
             self._unreadable_requests |= {
                 request for request, has_more in zip(requests, has_input, strict=True) if has_more

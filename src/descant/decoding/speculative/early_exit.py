@@ -53,10 +53,10 @@ class EarlyExit:
         self._draft_loop = DraftLoop(noise, vocabulary)
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
-        """Pass on `inputs_embeds`, so that positions count from the end of the embedded prompt."""
-        self._model.add_requests(
-            requests, {name: values for name, values in inputs.items() if name == "inputs_embeds"}
-        )
+        """Pass on `inputs_embeds`, so that positions count from the end, and what is beside every token."""
+        traits = self._model.traits
+        known = traits.input_names if traits.has_aligned_inputs else {"inputs_embeds"}
+        self._model.add_requests(requests, {name: values for name, values in inputs.items() if name in known})
 
     def remove_requests(self, requests: Sequence[int]) -> None:
         """Remove requests."""
