@@ -9,7 +9,7 @@ import torch
 
 from descant import GenerationConfig, Request
 from descant.api.inputs import prepare_prompts
-from descant.models.traits import traits_of
+from descant.engine.model_factory import as_model
 from descant.testing import check_admission, check_batch
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject
@@ -27,7 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def _requests(subject: Subject) -> list[Request]:
     """Each prompt of a subject with another method, and the first again."""
-    facts, made = traits_of(subject.model), []
+    facts, made = as_model(subject.model).traits, []
     own = GenerationConfig.from_transformers(subject.model.generation_config)
     for number, (name, prompt) in enumerate(zip(METHODS, subject.prompts, strict=False)):
         config = GenerationConfig.merge({**METHODS[name], "max_new_tokens": 5 + number}, None, own)

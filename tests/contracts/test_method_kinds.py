@@ -9,7 +9,7 @@ import torch
 
 from descant import ConfigError, GenerationConfig, Request
 from descant.api.inputs import prepare_prompts
-from descant.models.traits import traits_of
+from descant.engine.model_factory import as_model
 from descant.testing import check_admission, check_batch, outcomes
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject
@@ -46,14 +46,14 @@ def _request(subject: Subject, number: int, fields: dict[str, Any]) -> Request:
     config = GenerationConfig.merge({**fields, "max_new_tokens": 4 + number % 3}, None, own)
     prompt = subject.prompts[number % len(subject.prompts)]
     with torch.no_grad():
-        ready = prepare_prompts(prompt, config, traits_of(subject.model), torch.device("cpu"))
+        ready = prepare_prompts(prompt, config, as_model(subject.model).traits, torch.device("cpu"))
     return Request(ready.prompt(0), config, ready.inputs[0])
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_laws_hold_on_every_kind(kind: str) -> None:
     subject = subject_of(representative(kind))
-    facts = traits_of(subject.model)
+    facts = as_model(subject.model).traits
     given = [
         _request(subject, number, fields)
         for number, (name, fields) in enumerate(METHODS.items())

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import descant
+from descant.engine.model_factory import as_model
 from descant.errors import ConfigError
 from descant.models.custom_generate import as_custom_generate
-from descant.models.traits import traits_of
 from tests.contracts.speculation import ALWAYS, GREEDILY, Tries, close, near
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject
@@ -65,7 +65,7 @@ def _drafts(model: Any) -> dict[str, dict[str, Any]]:
 
 def _refuses_drafts(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
     """Whether a model that cannot take back what it has read refuses drafts, which it then must."""
-    facts = traits_of(_inner(subject.model))
+    facts = as_model(_inner(subject.model)).traits
     if facts.cache_type == "recurrent":
         with pytest.raises(ConfigError, match=r"needs a model that can drop tokens|has a recurrent state"):
             descant.generate(subject.model, **given, **drafts, max_new_tokens=3)
@@ -99,4 +99,4 @@ def test_drafts_change_nothing_on_any_kind(kind: str) -> None:
     if left:
         assert 0 < tries.right < tries.tried, f"{tries.right} of {tries.tried}"
     else:
-        assert traits_of(subject.model).cache_type == "recurrent"
+        assert as_model(subject.model).traits.cache_type == "recurrent"

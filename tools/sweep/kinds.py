@@ -38,6 +38,8 @@ KINDS = {
     "speech, fixed windows": "WhisperForConditionalGeneration",
     "speech, any length": "Speech2TextForConditionalGeneration",
     "speech in a prompt": "Qwen2AudioForConditionalGeneration",
+    "codes of sound beside every token": "KyutaiSpeechToTextForConditionalGeneration",
+    "sound added to every token": "VoxtralRealtimeForConditionalGeneration",
     "images in a prompt": "LlavaForConditionalGeneration",
     "images seen both ways": "Gemma3ForConditionalGeneration",
     "images by cross-attention": "MllamaForConditionalGeneration",

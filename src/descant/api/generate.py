@@ -300,11 +300,9 @@ def _run_whisper(args: _GenerateArgs, adapter: WhisperAdapter) -> Tensor | Gener
 # ------------------------------------------------------------------------ a model with its own generate()
 def _match_custom_generate(args: _GenerateArgs) -> Any:
     # Imported here: it imports transformers' models, which takes seconds.
-    from descant.models.aligned_sound import is_aligned_sound
     from descant.models.custom_generate import as_custom_generate
 
-    is_other = args.is_hf_prepared or is_aligned_sound(args.model)
-    return None if is_other else as_custom_generate(args.model)
+    return None if args.is_hf_prepared else as_custom_generate(args.model)
 
 
 def _run_custom_generate(args: _GenerateArgs, custom: Any) -> Tensor | GenerateOutput | TextOutput:

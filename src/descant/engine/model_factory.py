@@ -11,7 +11,6 @@ from descant.errors import UnsupportedModel
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.multi_model import MultiModelCache
 from descant.kv_cache.recurrent_state import RecurrentStateCache
-from descant.models.aligned_sound import is_aligned_sound
 from descant.models.latents.latent_model import is_latent_model
 from descant.models.model_adapter import adapter_of
 from descant.models.whisper import is_whisper
@@ -39,8 +38,7 @@ def as_model(model: Any, states: Sequence[str] = ()) -> Any:
     family = codebook_family_of(model)
     if family is not None:
         return CodebookModel(family, states)
-    prepares_prompts = not (is_whisper(model) or is_aligned_sound(model))
-    if prepares_prompts and as_custom_generate(model) is not None:
+    if not is_whisper(model) and as_custom_generate(model) is not None:
         kind = type(model).__name__
         raise UnsupportedModel(f"{kind} prepares prompts in its own generate(): use descant.generate")
     return adapter_of(model, states)

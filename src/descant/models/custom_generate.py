@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerationMixin
 
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.errors import InputError, UnsupportedModel
+from descant.models.aligned_sound import is_aligned_sound
 from descant.models.module_copy import shallow_copy
 
 __all__ = [
@@ -48,7 +49,7 @@ def as_custom_generate(model: Any) -> CustomGenerateModel | None:
     model_class: Any = type(model)
     if not isinstance(model, PreTrainedModel) or isinstance(model, _StandInModel):
         return None
-    if not hasattr(model_class, "generate"):
+    if not hasattr(model_class, "generate") or is_aligned_sound(model):
         return None
     reason = _unsupported_reason(model_class)
     if not reason and own_generate(model_class) is GenerationMixin.generate:
