@@ -21,7 +21,7 @@ from descant.models.latents.sequence import LATENT_INPUT, LatentSequence
 from descant.models.no_cache import NoCache
 from descant.models.own_loop import LoopInputs, run_with_loop
 
-__all__ = ["decode_latents", "latent_requests"]
+__all__ = ["decode_latents", "latent_requests", "merged_latent_requests"]
 
 
 def latent_requests(
@@ -32,7 +32,11 @@ def latent_requests(
     `request.inputs[LATENT_INPUT]` is its `LatentSequence`, which holds its latents after each step.
     """
     own = GenerationConfig.from_transformers(model.generation_config)
-    config = GenerationConfig.merge({}, generation_config, own)
+    return merged_latent_requests(model, GenerationConfig.merge({}, generation_config, own), inputs)
+
+
+def merged_latent_requests(model: Any, config: GenerationConfig, inputs: Mapping[str, Any]) -> list[Request]:
+    """The same with a config that is merged with the model's own already."""
     check_latent_config(config, model)
     check_latent_inputs(inputs, model)
     if config.use_cache is False:

@@ -11,7 +11,7 @@ from descant.errors import UnsupportedModel
 from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.multi_model import MultiModelCache
 from descant.kv_cache.recurrent_state import RecurrentStateCache
-from descant.models.latents.latent_model import is_latent_model
+from descant.models.latents.latent_model import LatentModel, is_latent_model
 from descant.models.model_adapter import adapter_of
 from descant.models.whisper import is_whisper
 from descant.models.wrapped_model import unwrap_model
@@ -29,7 +29,7 @@ def as_model(model: Any, states: Sequence[str] = ()) -> Any:
         parts = [as_model(part, states if index == 0 else ()) for index, part in enumerate(model.models)]
         return JointModel(model, parts, lambda parts: MultiModelCache([part.new_cache() for part in parts]))
     if is_latent_model(model):
-        raise UnsupportedModel(f"{type(model).__name__} generates latents, not tokens: use descant.generate")
+        return LatentModel(model)
     # Late imports: they load transformers' models, which a caller who has a model has loaded already.
     from descant.models.codebooks.codebook_model import CodebookModel
     from descant.models.codebooks.families import codebook_family_of

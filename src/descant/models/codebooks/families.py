@@ -1,4 +1,4 @@
-"""The families of codebook models by their model type."""
+"""The families of codebook models by the class of the model."""
 
 from __future__ import annotations
 
@@ -26,5 +26,7 @@ _FAMILIES: Final[Mapping[str, Callable[[Any], CodebookFamily]]] = {
 
 def codebook_family_of(model: Any) -> CodebookFamily | None:
     """The family of a model that predicts several codebooks a step; None: it predicts one token."""
-    make = _FAMILIES.get(type(model).__name__)
-    return None if make is None else make(model)
+    for base in type(model).__mro__:
+        if base.__name__ in _FAMILIES:
+            return _FAMILIES[base.__name__](model)
+    return None

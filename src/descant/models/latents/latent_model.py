@@ -69,7 +69,7 @@ class LatentModel(TransformersModel):
         sequences = inputs.get(LATENT_INPUT, [None] * len(requests))
         for one in sequences:
             if not isinstance(one, LatentSequence):
-                do = "make the requests by `latent_requests`"
+                do = "make the requests by descant.sound_request"
                 raise InputError(LATENT_INPUT, "must be the latent sequence of the request", one, do)
             if any(one is other for other in self._sequences.values()):
                 must = "must not be that of another running request"

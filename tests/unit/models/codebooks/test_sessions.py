@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import descant
 from tests.support.codebooks import CLASSES, GUIDED, admit, codebook_subject, copied, drain, same_sound
+from tools.sweep.subject import Entry
+from tools.sweep.trial import subject_of
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -85,7 +87,7 @@ def test_a_request_holds_one_prompt_of_a_model_of_sound(tiny) -> None:
     subject = codebook_subject("dia")
     with pytest.raises(descant.InputError, match="must hold one prompt, got '3 prompts'"):
         descant.sound_request(subject.model, **copied(subject.batch), max_new_tokens=5)
-    with pytest.raises(descant.InputError, match="`model` must predict several codebooks"):
+    with pytest.raises(descant.InputError, match="`model` must predict sound"):
         descant.sound_request(tiny("llama").model, input_ids=torch.tensor([[1, 2]]))
     one = descant.sound_request(subject.model, **copied(subject.prompts[0]), max_new_tokens=5)
     assert isinstance(one, descant.SoundRequest)
@@ -107,3 +109,18 @@ def test_a_cancelled_sequence_leaves_the_others() -> None:
     drain(session, done)
     alone = descant.generate(subject.model, **copied(subject.prompts[1]), **options)
     assert same_sound(alone, requests[1].result([done[number] for number in second]))
+
+
+def test_latents_are_requests_of_a_session_too() -> None:
+    subject = subject_of(Entry("text-to-audio", "pocket_tts", "PocketTTSForConditionalGeneration"))
+    options = {**subject.options, "do_sample": True, "seed": 3}
+    requests = [descant.sound_request(subject.model, **copied(one), **options) for one in subject.prompts]
+    session, done = descant.Session(subject.model), {}
+    numbers = [admit(session, requests[0])]
+    drain(session, done, 2)
+    numbers += [admit(session, one) for one in requests[1:]]
+    drain(session, done)
+    for prompt, request, group in zip(subject.prompts, requests, numbers, strict=True):
+        [alone] = descant.generate(subject.model, **copied(prompt), **options)
+        [got] = request.result([done[number] for number in group])
+        assert torch.allclose(alone, got, atol=1e-4)
