@@ -523,8 +523,8 @@ def test_settings_are_checked(case: Subject, name: str, value: Any) -> None:
 
 
 def test_only_requests_of_latents_run_in_a_session(case: Subject) -> None:
-    with pytest.raises(descant.UnsupportedModel, match=r"use descant\.generate"):
-        Session(case.model)
+    with pytest.raises(descant.InputError, match=r"descant\.sound_request"):
+        Session(case.model).admit(descant.Request([0], descant.GenerationConfig(max_new_tokens=2)))
 
 
 def test_a_class_with_another_loop_is_not_taken_for_one_of_these(case: Subject) -> None:

@@ -28,5 +28,7 @@ def codebook_family_of(model: Any) -> CodebookFamily | None:
     """The family of a model that predicts several codebooks a step; None: it predicts one token."""
     for base in type(model).__mro__:
         if base.__name__ in _FAMILIES:
-            return _FAMILIES[base.__name__](model)
+            # A class with a loop of its own is not one of these.
+            has_own_loop = getattr(type(model), "_sample", None) is not getattr(base, "_sample", None)
+            return None if has_own_loop else _FAMILIES[base.__name__](model)
     return None

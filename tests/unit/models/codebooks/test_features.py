@@ -242,3 +242,22 @@ def test_what_codebooks_do_not_support_is_refused_by_name(field: str) -> None:
     word = "assistant_model" if field == "prompt_lookup_num_tokens" else field
     with pytest.raises(descant.NotInThisVersion, match=f"`{word}`"):
         descant.generate(subject.model, **copied(subject.prompts[0]), max_new_tokens=4, **options)
+
+
+def test_a_class_with_another_loop_is_not_taken_for_one_of_these() -> None:
+    subject = codebook_subject("dia")
+
+    class Other(type(subject.model)):
+        def _sample(self, *args, **kwargs):
+            return super()._sample(*args, **kwargs)
+
+    class Same(type(subject.model)):
+        pass
+
+    model = copy.copy(subject.model)
+    model.__class__ = Same
+    expected = subject.model.generate(**copied(subject.prompts[0]), max_new_tokens=5)
+    assert torch.equal(descant.generate(model, **copied(subject.prompts[0]), max_new_tokens=5), expected)
+    model.__class__ = Other
+    with pytest.raises(descant.UnsupportedModel, match="codebooks with a delay pattern"):
+        descant.generate(model, **copied(subject.prompts[0]), max_new_tokens=5)
