@@ -164,10 +164,13 @@ class CodebookModel:
             self._tie_new_rows(rows, cache)
         layout = self._layout_of(rows, cache)
         codes = self._pending_codes(rows, layout)
-        uniform, position = rows.uniform_length, None
-        if uniform is not None and codes.shape[1] == 1 and layout.shared_prefix is not None:
-            position = uniform.cached_length + layout.shared_prefix if uniform.cached_length else None
-        logits = self.frame_network.run(codes, _network_rows(rows, layout), cache.inner, position)
+        uniform, logits = rows.uniform_length, None
+        is_step = uniform is not None and uniform.cached_length > 0 and codes.shape[1] == 1
+        if is_step and uniform is not None and layout.shared_prefix is not None:
+            position = uniform.cached_length + layout.shared_prefix
+            logits = self.frame_network.run_step(codes, layout.request, cache.inner, position)
+        if logits is None:
+            logits = self.frame_network.run(codes, _network_rows(rows, layout), cache.inner)
         if self.family.reads_hidden:
             self._store_hidden(rows, layout)
         if layout.guided_frames:

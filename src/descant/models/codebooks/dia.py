@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import ModelTraits
-from descant.models.codebooks.frames import FrameInputs, LoopChanges, PreparedLoop
-from descant.models.codebooks.parallel_heads import ParallelHeads
+from descant.models.codebooks.frames import FrameInputs, LoopChanges, PreparedLoop, StepInputs
+from descant.models.codebooks.parallel_heads import CrossAttentionMask, ParallelHeads
 from descant.models.traits import traits_of
 
 __all__ = ["DiaFamily"]
@@ -31,6 +31,7 @@ class DiaFamily(ParallelHeads):
         self.num_codebooks = self.num_rows = config.num_channels
         self.num_known_codes: int = config.vocab_size
         self._pad: int = config.pad_token_id
+        self._text_mask = CrossAttentionMask()
 
     def network_traits(self) -> ModelTraits:
         """The traits of the network."""
@@ -44,6 +45,33 @@ class DiaFamily(ParallelHeads):
         """The embeddings of frames [T, C] -> [T, D]."""
         embedded: Tensor = self.network.model.decoder.embeddings(codes[None])[0]
         return embedded
+
+    @property
+    def skipped_modules(self) -> Sequence[Any]:
+        """The network, its model, and the stack of layers."""
+        return [self.network, self.network.model, self.network.model.decoder]
+
+    def step(self, inputs: StepInputs) -> Tensor:
+        """The logits [N, 1, C * V] after one more frame."""
+        decoder, states = self.network.model.decoder, inputs.encoder_states
+        hidden = decoder.embeddings(inputs.codes)
+        positions = torch.tensor([[inputs.position]], device=hidden.device)
+        rotary = decoder.rotary_emb(hidden, position_ids=positions)
+        assert states is not None
+        assert inputs.encoder_mask is not None
+        mask = self._text_mask.of(decoder.config, hidden, states, inputs.encoder_mask)
+        for layer in decoder.layers:
+            hidden = layer(
+                hidden,
+                rotary,
+                None,
+                states,
+                encoder_attention_mask=mask,
+                past_key_values=inputs.past,
+                position_ids=positions,
+            )
+        logits: Tensor = self.network.logits_dense(decoder.norm(hidden))
+        return logits
 
     def guide(self, cond: Tensor, uncond: Tensor, scales: Tensor, frames: Sequence[FrameInputs]) -> Tensor:
         """The conditional logits [N, C, V] of the `top_k` codes that guided logits prefer."""

@@ -62,17 +62,10 @@ class FrameNetwork(TransformersModel):
             self._prefixes.pop(request, None)
             self._prompts.pop(request, None)
 
-    def run(self, codes: Tensor, rows: Rows, cache: RowCache, position: int | None) -> Tensor:
-        """Feed the pending codes [N, T, C] of each row; the logits [N, R * V] of its next frame.
-
-        `position` is that of the frame, if all rows feed one at the same position.
-        """
+    def run(self, codes: Tensor, rows: Rows, cache: RowCache) -> Tensor:
+        """Feed the pending codes [N, T, C] of each row; the logits [N, R * V] of its next frame."""
         self._codes = codes
         try:
-            if position and not torch.is_grad_enabled() and self._can_step():
-                cached = rows.cached_length
-                batch = ForwardBatch(None, len(rows), cached, cached, position, 1)
-                return self._run_step(rows, cache, batch)[:, 0]
             output = self.forward(rows, _NO_DRAFTS, cache)
             if self._family.reads_hidden:
                 self.last_hidden = _last_hidden(output.states, len(rows))
@@ -113,30 +106,37 @@ class FrameNetwork(TransformersModel):
             self._steps = bool(modules) and is_plain and not has_hooks
         return self._steps and not self._adapters.in_use
 
-    def _run_step(self, rows: Rows, cache: RowCache, batch: ForwardBatch) -> Tensor:
+    @torch.no_grad()
+    def run_step(self, codes: Tensor, requests: Tensor, cache: RowCache, position: int) -> Tensor | None:
+        """The same for one frame [N, 1, C] at the same position of all rows; None: the network is called."""
+        if not self._can_step():
+            return None
+        return self._run_layers(codes, requests, cache, KVSpan(None, position, 1, position + 1))[:, 0]
+
+    def _run_layers(self, codes: Tensor, requests: Tensor, cache: RowCache, span: KVSpan) -> Tensor:
         """The logits [N, 1, R * V] after one frame of rows of equal length, by the layers alone."""
-        assert self._codes is not None
-        assert batch.start is not None
-        index = batch.rows
-        codes = self._codes if index is None else index_rows(self._codes, index)
-        device_index = None if index is None else index.to(self.device, non_blocking=True)
-        span = KVSpan(device_index, batch.start, 1, batch.start + 1, index)
+        assert isinstance(span.start, int)
         past: Any = SelfAttentionView(cast(KVCache, cache), span, self._is_sliding)
         states = mask = None
         if self._encoder is not None:
-            entries = self._encoder.entry_index(rows.request if index is None else rows.request[index])
+            entries = self._encoder.entry_index(requests)
             states, mask = self._encoder.states_and_mask(entries)
             past = self._encoder.decoder_cache(entries, past, span)
-        self._count_forward(batch.num_rows)
-        logits = self._family.step(StepInputs(codes[:, :1], past, batch.start, states, mask))
-        return self._to_float_logits(logits)
+        self._count_forward(len(codes))
+        return self._to_float_logits(self._family.step(StepInputs(codes, past, span.start, states, mask)))
 
     def _run_batch(
         self, rows: Rows, proposal: Proposal, cache: RowCache, batch: ForwardBatch
     ) -> tuple[Tensor, Mapping[str, Any]]:
         """One forward: logits [N, 1, R * V] in float32, and the requested states."""
         if batch.width == 1 and batch.start and self._can_step():
-            return self._run_step(rows, cache, batch), {}
+            assert self._codes is not None
+            index, requests, codes = None, rows.request, self._codes
+            if batch.rows is not None:
+                index = batch.rows.to(self.device, non_blocking=True)
+                requests, codes = requests[batch.rows], index_rows(codes, batch.rows)
+            span = KVSpan(index, batch.start, 1, batch.start + 1, batch.rows)
+            return self._run_layers(codes[:, :1], requests, cache, span), {}
         return super()._run_batch(rows, proposal, cache, batch)
 
     def _call_model(self, inputs: dict[str, Any], batch: ForwardBatch, request: Tensor) -> Any:

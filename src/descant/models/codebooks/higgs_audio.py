@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from descant.core.interfaces import ModelTraits
 from descant.errors import NotInThisVersion
-from descant.models.codebooks.frames import FrameInputs, LoopChanges, PreparedLoop
+from descant.models.codebooks.frames import FrameInputs, LoopChanges, PreparedLoop, StepInputs
 from descant.models.codebooks.parallel_heads import ParallelHeads
 from descant.models.traits import traits_of
 
@@ -51,6 +51,29 @@ class HiggsAudioFamily(ParallelHeads):
     def frame_logits(self, output: Any, count: int) -> Tensor:  # noqa: ARG002
         """The logits [N, T, C * V] as they are."""
         logits: Tensor = output.logits
+        return logits
+
+    @property
+    def skipped_modules(self) -> Sequence[Any]:
+        """The network and the stack of layers."""
+        return [self.network, self.network.model]
+
+    def step(self, inputs: StepInputs) -> Tensor:
+        """The logits [N, 1, C * V] after one more frame."""
+        decoder = self.network.model
+        hidden = decoder.embed_audio_tokens(inputs.codes)
+        positions = torch.tensor([[inputs.position]], device=hidden.device)
+        rotary = decoder.rotary_emb(hidden, positions)
+        for layer in decoder.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                audio_token_mask=None,  # a frame of sound
+                position_ids=positions,
+                past_key_values=inputs.past,
+                position_embeddings=rotary,
+            )
+        logits: Tensor = self.network.audio_lm_head(decoder.norm(hidden))
         return logits
 
     def prompt_inputs(self, prompts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import create_bidirectional_mask
 
 from descant.core.interfaces import ModelTraits
 from descant.errors import NotInThisVersion
 from descant.models.codebooks.frames import FrameInputs, PreparedLoop, StepInputs
-from descant.models.codebooks.parallel_heads import ParallelHeads
+from descant.models.codebooks.parallel_heads import CrossAttentionMask, ParallelHeads
 from descant.models.traits import traits_of
 
 __all__ = ["MelodyFamily", "MusicgenFamily"]
@@ -27,7 +26,9 @@ class _DecoderFamily(ParallelHeads):
         self.decoder: Any = getattr(model, "decoder", model)  # with the heads
         config = self.decoder.config
         self.num_codebooks = self.num_rows = config.num_codebooks
-        self.num_known_codes = self.decoder.model.decoder.embed_tokens[0].num_embeddings
+        self._tables = list(self.decoder.model.decoder.embed_tokens)
+        self._heads = list(self.decoder.lm_heads)
+        self.num_known_codes: int = self._tables[0].num_embeddings
 
     def network_traits(self) -> ModelTraits:
         """The traits of the network: its positions count from the first one that is cached."""
@@ -40,8 +41,7 @@ class _DecoderFamily(ParallelHeads):
 
     def embed(self, codes: Tensor) -> Tensor:
         """The sum of the embeddings of a frame's codes [T, C] -> [T, D]."""
-        tables = self.decoder.model.decoder.embed_tokens
-        return torch.stack([table(codes[:, index]) for index, table in enumerate(tables)]).sum(0)
+        return torch.stack([table(codes[:, index]) for index, table in enumerate(self._tables)]).sum(0)
 
     @property
     def skipped_modules(self) -> Sequence[Any]:
@@ -50,16 +50,21 @@ class _DecoderFamily(ParallelHeads):
 
     def embed_frame(self, codes: Tensor) -> Tensor:
         """The embeddings of one frame of each row [N, 1, C] -> [N, 1, D]."""
-        tables = self.decoder.model.decoder.embed_tokens
-        embedded: Tensor = tables[0](codes[:, :, 0])
-        for index in range(1, self.num_codebooks):
-            embedded = embedded + tables[index](codes[:, :, index])
+        first, *others = codes.unbind(-1)
+        embedded: Tensor = self._tables[0](first)
+        for table, code in zip(self._tables[1:], others, strict=True):
+            embedded = embedded + table(code)
         return embedded
+
+    def position_embedding(self, position: int) -> Tensor | None:
+        """The embedding of a position [D]; None: the table is shorter."""
+        table = self.decoder.model.decoder.embed_positions.weights
+        return table[position] if position < table.shape[0] else None
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """The logits of all heads [N, 1, C * V] for hidden states [N, 1, D]."""
         hidden = self.decoder.model.decoder.layer_norm(hidden)
-        return torch.cat([head(hidden) for head in self.decoder.lm_heads], -1)
+        return torch.cat([head(hidden) for head in self._heads], -1)
 
     def flat(self, codes: Tensor) -> Tensor:
         """Codes [N, T, C] with a row for each codebook [N * C, T]."""
@@ -90,7 +95,7 @@ class MusicgenFamily(_DecoderFamily):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
-        self._mask: tuple[Tensor, Any] | None = None  # of the last step, as given and as made
+        self._text_mask = CrossAttentionMask()
 
     def token_inputs(self, codes: Tensor) -> dict[str, Any]:
         """The codes as ids with a row for each codebook."""
@@ -101,27 +106,19 @@ class MusicgenFamily(_DecoderFamily):
         """The logits [N, 1, C * V] after one more frame."""
         codes, past, position, states, mask = inputs
         decoder = self.decoder.model.decoder
-        hidden = self.embed_frame(codes)
-        hidden = hidden + decoder.embed_positions(codes.transpose(1, 2), position)
-        made = None if states is None or mask is None else self._text_mask(hidden, states, mask)
+        embedded = self.position_embedding(position)
+        if embedded is None:  # the module makes a longer table
+            embedded = decoder.embed_positions(codes.transpose(1, 2), position)
+        hidden = self.embed_frame(codes) + embedded
+        made = None
+        if states is not None and mask is not None:
+            made = self._text_mask.of(decoder.config, hidden, states, mask)
         for layer in decoder.layers:
             # Of the states only their presence counts: the keys and values of the text are cached.
             hidden = layer(
                 hidden, None, states, encoder_attention_mask=made, past_key_values=past, use_cache=True
             )
         return self.head_logits(hidden)
-
-    def _text_mask(self, hidden: Tensor, states: Tensor, mask: Tensor) -> Any:
-        """The mask of cross-attention, made once for a batch: most steps have the rows of the one before."""
-        if self._mask is None or self._mask[0] is not mask:
-            made = create_bidirectional_mask(
-                config=self.decoder.config,
-                inputs_embeds=hidden,
-                attention_mask=mask,
-                encoder_hidden_states=states,
-            )
-            self._mask = mask, made
-        return self._mask[1]
 
     def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
         """The first codes of each sequence [B, C, L] and its encoded text."""
@@ -162,7 +159,10 @@ class MelodyFamily(_DecoderFamily):
         """The logits [N, 1, C * V] after one more frame."""
         decoder = self.decoder.model.decoder
         hidden = self.embed_frame(inputs.codes)
-        hidden = hidden + decoder.embed_positions(hidden, inputs.position)
+        embedded = self.position_embedding(inputs.position)
+        if embedded is None:  # the module makes a longer table
+            embedded = decoder.embed_positions(hidden, inputs.position)
+        hidden = hidden + embedded
         for layer in decoder.layers:
             hidden = layer(hidden, attention_mask=None, past_key_values=inputs.past, use_cache=True)[0]
         return self.head_logits(hidden)

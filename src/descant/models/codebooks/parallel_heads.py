@@ -6,10 +6,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from transformers.masking_utils import create_bidirectional_mask
 
 from descant.models.codebooks.frames import FrameInputs, LoopChanges, PreparedLoop, StepInputs
 
-__all__ = ["ParallelHeads"]
+__all__ = ["CrossAttentionMask", "ParallelHeads"]
+
+
+class CrossAttentionMask:
+    """The mask of cross-attention, made once for a batch: most steps have the rows of the one before."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Tensor, Any] | None = None  # as given and as made
+
+    def of(self, config: Any, hidden: Tensor, states: Tensor, mask: Tensor) -> Any:
+        """The mask of hidden states [N, 1, D] on encoder states [N, S, D], for a mask [N, S]."""
+        if self._last is None or self._last[0] is not mask:
+            made = create_bidirectional_mask(
+                config=config, inputs_embeds=hidden, attention_mask=mask, encoder_hidden_states=states
+            )
+            self._last = mask, made
+        return self._last[1]
 
 
 class ParallelHeads:
