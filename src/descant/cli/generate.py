@@ -1,4 +1,4 @@
-"""`descant generate`: stream one prompt to the terminal, or run many prompts from a file."""
+"""`descant generate`: stream one prompt to the terminal, run many from a file, or write sound."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
 
 import typer
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["GenerateCommand"]
 
 STDIO = "-"
+# Options that are for text alone, beside generation parameters: those are refused by the model of sound.
+TEXT_OPTIONS: Final = (
+    "chat", "input", "output", "trace", "recipe", "assistant_model", "watermark", "json_schema", "regex",
+    "choice", "grammar_file",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,8 @@ class GenerateCommand(GrammarCommand):
     Lines of --input are objects with "prompt" or "messages" and any generation parameter for that line; they
     are written to --output in order, with "completions", or with "error" for a line that failed. A run that
     was interrupted continues where its output ends.
+
+    A model of sound, such as MusicGen, writes what it generates for a prompt to the WAV file of --out.
     """
 
     prompt: Annotated[
@@ -52,9 +59,15 @@ class GenerateCommand(GrammarCommand):
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", metavar="", help="Start --output anew instead of continuing what is there."
+            "--overwrite",
+            metavar="",
+            help="Start --output anew instead of continuing what is there; replace the file of --out.",
         ),
     ] = False
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="FILE.wav", help="The sound of a model of sound, as a new WAV file."),
+    ] = None
     trace: Annotated[
         str | None,
         typer.Option("--trace", metavar="FILE", help="Record every step, for `descant show FILE`."),
@@ -67,6 +80,8 @@ class GenerateCommand(GrammarCommand):
     def run(self) -> int:
         """Run one prompt or many."""
         self._check_options()
+        if self.out is not None:
+            return self._write_sound(self.out)
         if self.input is None and self.output is None:
             return self._stream_to_terminal()
         from descant.cli.jsonl import JsonlJob
@@ -77,6 +92,15 @@ class GenerateCommand(GrammarCommand):
         )
         with self._open_input() as source, self._open_output() as target:
             return job.run(source, target, self.batch_size)
+
+    def _write_sound(self, path: str) -> int:
+        """Write the sound of one prompt."""
+        from descant.cli.sound import SoundJob
+
+        text = self._read_prompt()
+        self.check_parameters()
+        job = SoundJob(path, self.overwrite, self.parameters, self.file_config())
+        return job.run(self.model, text, self.dtype, self.device)
 
     def _stream_to_terminal(self) -> int:
         """Stream one prompt to the terminal."""
@@ -173,6 +197,7 @@ class GenerateCommand(GrammarCommand):
 
     def _check_options(self) -> None:
         """Raise InputError for contradicting options."""
+        self._check_sound_options()
         given = [
             name for name, value in (("PROMPT", self.prompt), ("--input", self.input)) if value is not None
         ]
@@ -183,17 +208,25 @@ class GenerateCommand(GrammarCommand):
             with contextlib.suppress(OSError):
                 if Path(str(self.output)).samefile(str(self.input)):
                     raise InputError("output", "must be another file than --input", self.output)
-        if self.overwrite and self.output in (None, STDIO):
-            raise InputError(
-                "overwrite", "has no use without a file as --output", self.output, "leave it out"
-            )
+        if self.overwrite and self.output in (None, STDIO) and self.out is None:
+            must = "has no use without a file as --output or --out"
+            raise InputError("overwrite", must, self.output, "leave it out")
         if self.trace is not None and (self.input is not None or self.output is not None):
             raise InputError("trace", "has no use with --input and --output", self.trace, "leave it out")
-        if self.values.get("logprobs") is not None and self.input is None and self.output is None:
+        only_text = self.input is None and self.output is None and self.out is None
+        if self.values.get("logprobs") is not None and only_text:
             advice = "add --output -"
             raise ConfigError(
                 "logprobs", "has no use where only text is shown", self.values["logprobs"], advice
             )
+
+    def _check_sound_options(self) -> None:
+        """Raise InputError for an option of text beside --out."""
+        if self.out is None:
+            return
+        for name in TEXT_OPTIONS:
+            if value := getattr(self, name):
+                raise InputError(name, "has no use with --out, which writes sound", value, "leave it out")
 
 
 def _open_input_file(path: str) -> BinaryIO:

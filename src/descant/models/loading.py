@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from descant.config.dtype_names import DTYPES
 from descant.errors import DescantError, InputError, UnsupportedModel, format_value
 from descant.models.error_text import first_line
 from descant.models.gguf_files import GgufFile
+from descant.models.sound_model import SOUND_KINDS, SoundModel
 from descant.models.weight_files import WeightFiles
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "load",
     "load_meta_model",
     "load_processor",
+    "load_sound",
     "load_tokenizer",
     "silence_transformers",
 ]
@@ -49,26 +52,37 @@ def load(
     with silence_transformers():
         source = _find_source(name)
         config = _load_config(source)
+        _require_text(name, config)
         with _translate_errors(name):
             weights = source.weights(config)
             tokenizer = _auto_tokenizer(source)
             if source.gguf is not None and torch_dtype == "auto":
                 torch_dtype = torch.float32
-            with weights.limit_model_size(), source.quiet():
-                model, info = _auto_class(config, speech).from_pretrained(
-                    source.place,
-                    config=config,
-                    dtype=torch_dtype,
-                    trust_remote_code=False,
-                    use_safetensors=source.gguf is None,
-                    output_loading_info=True,
-                    **source.options,
-                )
-            # transformers would initialise missing weights randomly, without an error.
-            if missing := sorted(info["missing_keys"]):
-                examples = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-                raise UnsupportedModel(f"{name} lacks {len(missing)} of its weights: {examples}")
+            model = _load_weights(source, weights, _auto_class(config, speech), config, torch_dtype)
         return model.eval().to(torch_device), tokenizer
+
+
+def load_sound(name: str, dtype: str | None = None, device: str | None = None) -> SoundModel:
+    """Load a model of sound in eval mode, with its processor and codec, from a folder or by a Hub name."""
+    torch_dtype, torch_device = _parse_dtype(dtype), check_device(device)
+    with silence_transformers():
+        source = _find_source(name)
+        config = _load_config(source)
+        kind = SOUND_KINDS.get(config.model_type)
+        if kind is None:
+            must = (
+                f"must be a model of sound for --out ({', '.join(SOUND_KINDS)}), and not {config.model_type}"
+            )
+            raise InputError("model", must, name, "remove --out")
+        with _translate_errors(name, "a model of sound"):
+            processor = (
+                _auto_tokenizer(source)
+                if kind.codec_class is None
+                else _codec_processor(source, kind.codec_class, torch_device)
+            )
+            weights, model_class = source.weights(config), getattr(transformers, kind.class_name)
+            model = _load_weights(source, weights, model_class, config, torch_dtype)
+        return SoundModel(name, model.eval().to(torch_device), processor)
 
 
 def load_meta_model(name: str) -> Any:
@@ -146,6 +160,58 @@ def _load_config(source: _ModelSource) -> Any:
         return config
 
 
+def _load_weights(
+    source: _ModelSource, weights: WeightFiles, model_class: Any, config: Any, dtype: Any
+) -> Any:
+    """A model with the weights of its checked files."""
+    with weights.limit_model_size(), source.quiet():
+        model, info = model_class.from_pretrained(
+            source.place,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            use_safetensors=source.gguf is None,
+            output_loading_info=True,
+            **source.options,
+        )
+    # transformers would initialise missing weights randomly, without an error.
+    if missing := sorted(info["missing_keys"]):
+        examples = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        raise UnsupportedModel(f"{source.name} lacks {len(missing)} of its weights: {examples}")
+    return model
+
+
+def _codec_processor(source: _ModelSource, codec_class: str, device: torch.device) -> Any:
+    """The processor of a model of sound, with the codec that its config names."""
+    place = _codec_place(source, codec_class)
+    # The processor loads its codec too, without these checks: they come first, and their codec is used.
+    codec_source = _find_source(place)
+    config = _load_config(codec_source)
+    weights = codec_source.weights(config)
+    codec = _load_weights(codec_source, weights, getattr(transformers, codec_class), config, "auto")
+    processor = load_processor(source.place)
+    processor.audio_tokenizer = codec.eval().to(device)
+    return processor
+
+
+def _codec_place(source: _ModelSource, codec_class: str) -> str:
+    """The folder or Hub name of the codec, which the config of the processor names with its class."""
+    entry: Any = None
+    for file in ("audio_tokenizer_config.json", "processor_config.json"):  # the first one wins
+        _check_config_size(source.place, file)
+        with contextlib.suppress(OSError):
+            read = json.loads(Path(str(cached_file(source.place, file))).read_bytes())
+            entry = read if file.startswith("audio") else read.get("audio_tokenizer")
+            break
+    place = entry.get("audio_tokenizer_name_or_path") if isinstance(entry, dict) else None
+    if isinstance(place, str) and entry.get("audio_tokenizer_class") == codec_class:
+        return place
+    raise UnsupportedModel(
+        f"{source.name} names no {codec_class} in the config of its processor, which makes sound of its "
+        "output: save the processor with its audio tokenizer (`save_pretrained`)"
+    )
+
+
 def _auto_tokenizer(source: _ModelSource) -> Any:
     _check_config_size(source.place, "tokenizer_config.json")
     load_any = transformers.AutoTokenizer.from_pretrained
@@ -192,6 +258,15 @@ def _auto_class(config: Any, speech: bool = False) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def _require_text(name: str, config: Any) -> None:
+    """Raise for a model of sound, which gives no text."""
+    if kind := SOUND_KINDS.get(config.model_type):
+        raise UnsupportedModel(
+            f"{name} is a model of sound ({kind.class_name}), and gives no text: "
+            "use `descant generate` with --out FILE.wav"
+        )
+
+
 def _parse_dtype(name: str | None) -> Any:
     if name not in (None, *DTYPES):
         raise InputError("dtype", f"must be one of {', '.join(DTYPES)}", name)
@@ -210,7 +285,7 @@ def check_device(name: str | None) -> torch.device:
 
 
 @contextlib.contextmanager
-def _translate_errors(name: str) -> Iterator[None]:
+def _translate_errors(name: str, kind: str = "a text generator") -> Iterator[None]:
     """Turn any error of a block into InputError or UnsupportedModel with a one-line reason."""
     try:
         yield
@@ -224,7 +299,7 @@ def _translate_errors(name: str) -> Iterator[None]:
             must = f"must be a folder with a model and a tokenizer, or a name on the Hub ({reason})"
         raise InputError("model", must, name) from error
     except Exception as error:  # libraries raise many types for malformed files
-        raise UnsupportedModel(f"{name} cannot be loaded as a text generator: {first_line(error)}") from error
+        raise UnsupportedModel(f"{name} cannot be loaded as {kind}: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
