@@ -117,12 +117,22 @@ def higgs_sound_model() -> SoundModel:
 
 def pocket(folder: Path) -> None:
     """Pocket TTS with a processor and a codec."""
+    _save_latent_model(transformers.PocketTTSForConditionalGeneration, folder)
+
+
+def gradium(folder: Path) -> None:
+    """Gradium Phonon TTS with the processor and the codec of Pocket TTS."""
+    _save_latent_model(transformers.GradiumPhononTTSForConditionalGeneration, folder)
+
+
+def _save_latent_model(model_class: Any, folder: Path) -> None:
+    """Save a model whose steps give latents, with its processor and codec."""
     tokenizer, ids = _with_tokens(_POCKET_TOKENS)
-    entry = Entry("text-to-audio", "pocket_tts", "PocketTTSForConditionalGeneration")
+    entry = Entry("text-to-audio", model_class.config_class.model_type, model_class.__name__)
     config = copy.deepcopy(subject_of(entry).model.config)
     for name, number in ids.items():
         setattr(config, f"{name}_id", number)
-    _save_random(transformers.PocketTTSForConditionalGeneration, config, folder)
+    _save_random(model_class, config, folder)
     codec_config = transformers.PocketTTSAudioTokenizerConfig(
         sampling_rate=800,
         hidden_size=32,
@@ -150,6 +160,7 @@ FOLDERS = {
     "csm": csm,
     "dia": dia,
     "pocket": pocket,
+    "gradium": gradium,
 }
 
 

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from tests.support import pretrained
+from tests.support import pretrained, sound_folders
 from tools.docs import doc_blocks
 
 PAGE = doc_blocks.ROOT / "docs" / "guide" / "command-line.md"
@@ -37,6 +37,8 @@ def test_it_prints_the_output_of_the_page(descant, monkeypatch, tmp_path, at):
     ):  # a block above shows that one
         above = [block for block in BLOCKS[:at] if block.language == "json"]
         (tmp_path / words[words.index(option) + 1]).write_text(above[-1].text, encoding="utf-8")
+    if words[1] == "generate" and "--out" in words:
+        sound_folders.FOLDERS["musicgen"](tmp_path / words[2])
     for folder in (word for word in words if word.startswith("./")):  # a block above shows its code
         above = [block for block in BLOCKS[:at] if block.language == "python"]
         (tmp_path / folder).mkdir()

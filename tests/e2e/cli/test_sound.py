@@ -19,7 +19,7 @@ PROMPT = "the last station"
 OPTIONS = ("--do-sample", "--seed", 3, "--max-new-tokens", 24)
 PARAMETERS = {"do_sample": True, "seed": 3, "max_new_tokens": 24}
 PROCESSORS = ("dia", "pocket")  # with a codec of their own
-CODEC_RATES = {"dia": 800, "pocket": 800}  # of the others: 400
+CODEC_RATES = {"dia": 800, "pocket": 800, "gradium": 800}  # of the others: 400
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def read(path: Path) -> tuple[int, torch.Tensor]:
 def expected_sound(kind: str, folder: Path) -> torch.Tensor:
     """The samples [channels, T] of the same call in Python, by transformers' own classes."""
     model = loading.load_sound(str(folder))
-    if kind == "pocket":
+    if kind in ("pocket", "gradium"):
         message = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
         options = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
         inputs = model.processor.apply_chat_template(message, **options)
@@ -222,6 +222,22 @@ def test_a_codec_in_pickled_weights_is_not_opened(descant, folders, tmp_path):
     result = descant("generate", copied, PROMPT, "--out", tmp_path / "tune.wav", *OPTIONS)
     assert result.exit_code == 2
     assert "in safetensors and not in 'pytorch_model.bin'" in result.stderr
+
+
+def test_code_of_a_folder_never_runs(descant, folders, tmp_path):
+    copied, canary = tmp_path / "model", tmp_path / "canary"
+    copied.mkdir()
+    for file in folders("dia").iterdir():
+        (copied / file.name).symlink_to(file)
+    (copied / "own_code.py").write_text(f"open({str(canary)!r}, 'w').close()\n")
+    code = {"AutoConfig": "own_code.A", "AutoProcessor": "own_code.B", "AutoTokenizer": ["own_code.C", None]}
+    for name in ("config.json", "processor_config.json", "tokenizer_config.json"):
+        config = json.loads((copied / name).read_text())
+        (copied / name).unlink()
+        (copied / name).write_text(json.dumps({**config, "auto_map": code}))
+    result = descant("generate", copied, PROMPT, "--out", tmp_path / "tune.wav", *OPTIONS)
+    assert result.exit_code == 0
+    assert not canary.exists()
 
 
 def test_weights_that_are_missing_are_an_error(descant, folders, tmp_path):
