@@ -61,6 +61,9 @@ def check_codebook_config(
         is_neutral = value is None or value is False or (value == 1 and value is not True)
         if not is_neutral and config.source(name) != "model":
             raise NotInThisVersion(name, f"{reason} ({model})", value, "leave it out")
+    if config.guidance_scale not in (None, 1.0) and not family.has_guidance:
+        must = f"has no meaning for {model}, which reads nothing that could be left out"
+        raise NotInThisVersion("guidance_scale", must, config.guidance_scale, "leave it out")
     if config.use_cache is False and config.source("use_cache") != "model":
         must = f"must not be False for codebooks, whose rows share a cache ({model})"
         raise NotInThisVersion("use_cache", must, False, "leave it out")

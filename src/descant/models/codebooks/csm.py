@@ -29,6 +29,7 @@ class CsmFamily(ParallelHeads):
 
     num_rows = 1
     reads_hidden = True
+    has_guidance = False
     processors = SAMPLING_PROCESSORS
 
     def __init__(self, model: Any) -> None:

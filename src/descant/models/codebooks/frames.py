@@ -128,6 +128,11 @@ class CodebookFamily(Protocol):
         ...
 
     @property
+    def has_guidance(self) -> bool:
+        """Whether it has logits without condition, so that `guidance_scale` has a meaning."""
+        ...
+
+    @property
     def processors(self) -> frozenset[str] | None:
         """The fields of the processors that it supports; None: all."""
         ...

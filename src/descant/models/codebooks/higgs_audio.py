@@ -25,6 +25,7 @@ _NO_WARPERS: Final = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
 class HiggsAudioFamily(ParallelHeads):
     """A decoder that reads text and sound, and predicts all codebooks of sound in parallel."""
 
+    has_guidance = False
     processors = frozenset({"remove_invalid_values", "temperature", "top_k", "top_p"})
 
     def __init__(self, model: Any) -> None:

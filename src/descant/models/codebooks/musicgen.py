@@ -26,6 +26,7 @@ class _DecoderFamily(ParallelHeads):
         self.decoder: Any = getattr(model, "decoder", model)  # with the heads
         config = self.decoder.config
         self.num_codebooks = self.num_rows = config.num_codebooks
+        self.has_guidance = self.decoder is not model  # of a text, which the decoder alone does not read
         self._tables = list(self.decoder.model.decoder.embed_tokens)
         self._heads = list(self.decoder.lm_heads)
         self.num_known_codes: int = self._tables[0].num_embeddings
@@ -129,7 +130,7 @@ class MusicgenFamily(_DecoderFamily):
             do = "use MusicgenForConditionalGeneration"
             raise NotInThisVersion("encoder_hidden_states", must, type(self.network).__name__, do)
         if self.network is self.decoder:
-            return codes, [FrameInputs({}, **{**part, "guidance_scale": 1.0}) for part in parts]
+            return codes, [FrameInputs({}, **part) for part in parts]
         states, mask = kwargs["encoder_outputs"][0], kwargs.get("attention_mask")
         if mask is None:
             mask = states.new_ones(states.shape[:2]).long()

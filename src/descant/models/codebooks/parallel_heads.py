@@ -35,6 +35,7 @@ class ParallelHeads:
     num_codebooks: int
     num_rows: int
     reads_hidden = False
+    has_guidance = True
     processors: frozenset[str] | None = None
     processes_forced = False
 

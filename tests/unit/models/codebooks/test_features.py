@@ -230,6 +230,7 @@ REFUSED = {
     "cache_implementation": ({"cache_implementation": "static"}, "musicgen"),
     "use_cache": ({"use_cache": False}, "musicgen"),
     "output_attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "dia"),
+    "guidance_scale": ({"guidance_scale": 3.0}, "csm"),
     "repetition_penalty": ({"repetition_penalty": 1.2}, "higgs"),
     "no_repeat_ngram_size": ({"no_repeat_ngram_size": 2}, "csm"),
 }
