@@ -39,6 +39,7 @@ class ModelTraits:
     positioned_inputs: frozenset[str] = frozenset()
     placeholder_tokens: Mapping[str, int] = field(default_factory=dict)  # modality -> placeholder token
     needs_own_cache: bool = False  # works only on what its `new_cache` returns
+    ties_requests: bool = False  # some requests share a row of its network, and must run together
     has_aligned_inputs: bool = False  # every fed token has another input beside it
     input_vocab_size: int | None = None  # ids that a prompt may hold; None: those of `vocab_size`
     unused_inputs: frozenset[str] = frozenset()  # inputs that are accepted and have no effect

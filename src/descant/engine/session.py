@@ -78,7 +78,7 @@ class Session:
         self._rank_group: RankGroup | None = self.model.rank_group
         self._admission = Admission(model, self.model)
         self._noise = SamplingNoise()
-        _check_scheduler(scheduler, self._rank_group)
+        _check_scheduler(scheduler, self._rank_group, self.model.traits)
         self._is_pool_limited = scheduler is not None and scheduler.num_blocks is not None
         if cache is None and scheduler is not None and self._is_pool_limited:
             cache = _pooled_cache(self.model.traits, scheduler)
@@ -403,12 +403,17 @@ class Session:
             self.beam_requests.discard(request)
 
 
-def _check_scheduler(scheduler: SchedulerConfig | None, rank_group: RankGroup | None) -> None:
+def _check_scheduler(
+    scheduler: SchedulerConfig | None, rank_group: RankGroup | None, traits: ModelTraits
+) -> None:
     """Raise for a scheduler that a session cannot have."""
     if scheduler is not None and not isinstance(scheduler, SchedulerConfig):
         raise InputError("scheduler", "must be a descant.SchedulerConfig", scheduler)
     if scheduler is not None and rank_group is not None:
         must = "must be None for a model on several processes, which must all make the same steps"
+        raise InputError("scheduler", must, scheduler)
+    if scheduler is not None and traits.ties_requests:
+        must = "must be None for a model with several codebooks, whose requests run together"
         raise InputError("scheduler", must, scheduler)
 
 

@@ -207,7 +207,10 @@ class Table:
     def _run_step(self, observe: Observe | None) -> list[Selection]:
         """One attempt of a step; raises `StepFault` if it cannot be made with all rows."""
         assert self.rows is not None
-        base, probe = self._chain.base, None if self.running.errors is None else self._probe
+        base = self._chain.base
+        # A request that shares a row of the network with others cannot be fed alone: errors are raised.
+        is_alone = self.running.errors is not None and not base.traits.ties_requests
+        probe = self._probe if is_alone else None
         forward = base.forward if probe is None else partial(forward_or_fault, base, probe)
         for rows in self.prefix_reuse.prefill_chunks(forward, self.cache, self.rows):
             self.rows = rows

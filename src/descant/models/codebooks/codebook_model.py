@@ -83,6 +83,7 @@ class CodebookModel:
             input_names=frozenset({CODEBOOK_INPUT}),
             placeholder_tokens={},
             needs_own_cache=True,
+            ties_requests=True,
         )
         self._sequences: dict[int, tuple[_FrameSequence, int]] = {}  # by request, with the codebook
         self._running: set[int] = set()  # ids of the inputs of running sequences

@@ -95,6 +95,41 @@ def test_a_request_holds_one_prompt_of_a_model_of_sound(tiny) -> None:
         one.result([])
 
 
+def test_a_scheduler_is_refused_by_name() -> None:
+    with pytest.raises(
+        descant.InputError, match="`scheduler` must be None for a model with several codebooks"
+    ):
+        descant.Session(codebook_subject("dia").model, scheduler=descant.SchedulerConfig())
+
+
+def test_a_forward_that_fails_raises_its_own_error_and_can_be_repeated(monkeypatch) -> None:
+    """No codebook can be fed alone to find out which one is to blame."""
+    subject = codebook_subject("musicgen")
+    one = descant.sound_request(subject.model, **copied(subject.prompts[0]), max_new_tokens=9)
+    session, done = descant.Session(subject.model), {}
+    numbers = admit(session, one)
+    drain(session, done, 3)
+    layers = subject.model.decoder.model.decoder.layers
+    with monkeypatch.context() as patch:
+        patch.setattr(layers[0], "forward", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            session.step()
+    drain(session, done)
+    alone = descant.generate(subject.model, **copied(subject.prompts[0]), max_new_tokens=9)
+    assert same_sound(alone, one.result([done[number] for number in numbers]))
+
+
+@pytest.mark.parametrize("name", ["musicgen", "musicgen decoder"])
+def test_other_calls_are_refused(name: str) -> None:
+    model = codebook_subject(name).model
+    with pytest.raises(descant.InputError, match=r"descant\.sound_request"):
+        list(descant.stream(model, torch.tensor([[1, 2]])))
+    with pytest.raises(descant.DescantError):
+        descant.prefill(model, torch.tensor([[1, 2]]))
+    with pytest.raises(descant.DescantError):
+        descant.estimate(model, prompt_length=4, max_new_tokens=3)
+
+
 def test_a_cancelled_sequence_leaves_the_others() -> None:
     subject = codebook_subject("musicgen")
     options = {"max_new_tokens": 9}
