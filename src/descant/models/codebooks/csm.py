@@ -125,7 +125,7 @@ class _DepthDecoder:
     def __init__(self, model: Any, frames: Sequence[FrameInputs], end: int) -> None:
         self._model, self._config = DepthModel(model), model.generation_config
         self._frames, self._end = frames, end
-        self._has_ended = [False] * len(frames)
+        self._last_frame: list[int | None] = [None] * len(frames)  # of sequences that have ended
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # noqa: ARG002
         states = [one.state for one in self._frames]
@@ -133,15 +133,17 @@ class _DepthDecoder:
         first = input_ids[:, -1:].to(hidden.device)
         # A place before the first code stands for the hidden state.
         prompts = torch.nn.functional.pad(first, (1, 0))
+        frame = input_ids.shape[1] - 2  # the first code of all stands for the prompt
         decode, seeds = states[0].decode, None
         assert decode is not None
         if states[0].seed is not None:  # the same sequence has the same codes, alone and in a batch
-            seeds = [row_seed(one.seed or 0, 1 + len(one.more_codes)) for one in states]
+            seeds = [row_seed(one.seed or 0, 1 + frame) for one in states]
         self._model.hidden = hidden
         codes = decode(self._model, self._config, prompts, seeds)[:, 1:]  # [B, C]
         is_end = (codes[:, :-1] == self._end).all(1)
         for row, one in enumerate(states):
-            if not self._has_ended[row]:
-                one.more_codes.append(codes[row, 1:])
-                self._has_ended[row] = bool(is_end[row])
+            last = self._last_frame[row]
+            if last is None or last >= frame:  # a step that was interrupted is made again
+                one.more_codes[frame:] = [codes[row, 1:]]
+                self._last_frame[row] = frame if bool(is_end[row]) else None
         return is_end.to(input_ids.device)

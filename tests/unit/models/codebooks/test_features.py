@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 import descant
-from tests.support.codebooks import codebook_subject, copied, same_sound
+from tests.support.codebooks import admit, codebook_subject, copied, drain, same_sound
 
 
 # ------------------------------------------------------------------------ MusicGen
@@ -204,6 +204,25 @@ def test_csm_ends_at_a_frame_of_end_codes(ending_csm) -> None:
     torch.manual_seed(0)
     ours = descant.generate(model, **copied(ending_csm.batch), **options, output_audio=True)
     assert all(torch.equal(one, other) for one, other in zip(sound, ours, strict=True))
+
+
+def test_a_frame_of_csm_that_is_decoded_again_replaces_itself() -> None:
+    """As after a step that was interrupted behind its depth decoder."""
+    subject = codebook_subject("csm")
+    one = descant.sound_request(subject.model, **copied(subject.prompts[0]), max_new_tokens=6)
+    session, done = descant.Session(subject.model), {}
+    [number] = admit(session, one)
+    drain(session, done, 3)
+    [request] = one.requests
+    codes = request.inputs["codebook"].frames.state.more_codes
+    before = torch.stack(codes)
+    assert before.shape == (3, subject.model.config.num_codebooks - 1)
+    ids = torch.tensor([[0, *session.common_prefix(number).tolist()]])
+    request.stopping_criteria[0](ids, None)
+    assert torch.equal(torch.stack(codes), before)
+    drain(session, done)
+    alone = descant.generate(subject.model, **copied(subject.prompts[0]), max_new_tokens=6)
+    assert torch.equal(one.result([done[number]]), alone)
 
 
 def test_the_depth_decoder_of_csm_has_its_own_config() -> None:
