@@ -77,9 +77,9 @@ def prepare_frames(
     if len(configs) not in (1, len(frames)):
         must = f"must be one for each of the {len(frames)} prompts, or one for all"
         raise InputError("seed", must, f"{len(configs)} of them")
+    decode = DepthDecoding()
     for index, one in enumerate(frames):
-        one.state.seed = configs[index % len(configs)].seed
-        one.state.decode = decode_depth
+        one.state.seed, one.state.decode = configs[index % len(configs)].seed, decode
     changes = family.loop_changes(loop, frames)
     new = loop.inputs.generation_config.max_length - loop.inputs.input_ids.shape[-1]
     by_seed: dict[tuple[int, int | None], GenerationConfig] = {}  # equal configs stay one object
@@ -109,13 +109,21 @@ def own_arguments(model: Any, config: Any, arguments: Mapping[str, Any]) -> dict
     return {**own, **known_fields(fields), "num_return_sequences": 1}
 
 
-def decode_depth(model: Any, config: Any, prompts: Tensor, seeds: list[int] | None) -> Tensor:
-    """A place and all codes of each frame [B, 1 + C], decoded behind prompts [B, 2] by a depth model."""
-    fields: dict[str, Any] = {"return_dict_in_generate": False}
-    if seeds is not None:
-        fields["seed"] = seeds
-    options = CallOptions.from_call(model, config, fields)
-    inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
-    codes = GenerateCall(model, options, None).run(inputs)
-    assert isinstance(codes, Tensor)
-    return codes
+class DepthDecoding:
+    """Decodes the other codes of frames by calls of generate(), whose options are merged once."""
+
+    def __init__(self) -> None:
+        self._options: CallOptions | None = None
+
+    def __call__(self, model: Any, config: Any, prompts: Tensor, seeds: list[int] | None) -> Tensor:
+        """A place and all codes of each frame [B, 1 + C], decoded behind prompts [B, 2] by a depth model."""
+        if self._options is None:
+            self._options = CallOptions.from_call(model, config, {"return_dict_in_generate": False})
+        options = self._options
+        if seeds is not None:
+            configs = [options.config.replace(seed=seed) for seed in seeds]
+            options = replace(options, configs=configs, list_argument="seed")
+        inputs = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
+        codes = GenerateCall(model, options, None).run(inputs)
+        assert isinstance(codes, Tensor)
+        return codes
