@@ -23,12 +23,14 @@ _FAMILIES: Final[Mapping[str, Callable[[Any], CodebookFamily]]] = {
     "MusicgenMelodyForConditionalGeneration": MelodyFamily,
 }
 
+_DECODING_METHODS: Final = ("forward", "_sample", "prepare_inputs_for_generation")
+
 
 def codebook_family_of(model: Any) -> CodebookFamily | None:
     """The family of a model that predicts several codebooks a step; None: it predicts one token."""
     for base in type(model).__mro__:
         if base.__name__ in _FAMILIES:
-            # A class with a loop of its own is not one of these.
-            has_own_loop = getattr(type(model), "_sample", None) is not getattr(base, "_sample", None)
-            return None if has_own_loop else _FAMILIES[base.__name__](model)
+            # A class with a loop or a forward of its own is another model.
+            is_same = all(getattr(type(model), name) is getattr(base, name) for name in _DECODING_METHODS)
+            return _FAMILIES[base.__name__](model) if is_same else None
     return None
