@@ -29,7 +29,7 @@ class TiedRowCache:
         self.uncond_index = torch.zeros(0, dtype=torch.long)  # [R] -1: no guidance
         self.prefix = torch.zeros(0, dtype=torch.long)  # [R]
         self._num_inner_rows = 0
-        self._first: Tensor | None = None  # [N] a row of each inner row; None: not known
+        self._first: Tensor | None = None  # [N] a row of each inner row; None: not known, or rows are untied
 
     @property
     def max_rewind(self) -> int | None:
@@ -59,7 +59,7 @@ class TiedRowCache:
     @property
     def untied(self) -> list[int]:
         """The rows that belong to no sequence yet."""
-        if self._first is not None:  # known since the last commit, and unknown again with new rows
+        if self._first is not None:
             return []
         return [int(row) for row in np.flatnonzero(self.row_index.numpy() == _UNTIED)]
 
@@ -88,7 +88,8 @@ class TiedRowCache:
         is_whole = parents is None and len(used) == self._num_inner_rows
         inner_lengths = self._inner_lengths(lengths, prefix)[first]
         self.inner.commit(None if is_whole else torch.from_numpy(used), inner_lengths)
-        self._first = first
+        # New rows may not have been fed yet: they are tied at their first forward.
+        self._first = None if (row_index.numpy() == _UNTIED).any() else first
         if is_whole:
             return
         new_index = np.full(self._num_inner_rows + 1, _UNTIED)  # the last one is that of untied rows

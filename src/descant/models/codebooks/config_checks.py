@@ -82,10 +82,4 @@ def row_seed(seed: int, number: int) -> int:
 
 def codebook_config(config: GenerationConfig, max_new_tokens: int, **values: Any) -> GenerationConfig:
     """The config of a codebook's row: guidance is the network's, and the length is that of the sequence."""
-    return config.replace(
-        guidance_scale=None,
-        max_length=None,
-        max_new_tokens=max_new_tokens,
-        max_time=config.max_time,
-        **values,
-    )
+    return config.replace(guidance_scale=None, max_length=None, max_new_tokens=max_new_tokens, **values)

@@ -130,6 +130,24 @@ def test_other_calls_are_refused(name: str) -> None:
         descant.estimate(model, prompt_length=4, max_new_tokens=3)
 
 
+def test_a_sequence_that_has_not_been_fed_outlives_one_that_is_cancelled() -> None:
+    """The rows of the first leave the cache before those of the second have a row of the network."""
+    subject = codebook_subject("musicgen")
+    options = {"max_new_tokens": 9}
+    requests = [
+        descant.sound_request(subject.model, **copied(prompt), **options) for prompt in subject.prompts[:2]
+    ]
+    session, done = descant.Session(subject.model), {}
+    first = admit(session, requests[0])
+    drain(session, done, 2)
+    second = admit(session, requests[1])
+    for number in first:
+        session.cancel(number)
+    drain(session, done)
+    alone = descant.generate(subject.model, **copied(subject.prompts[1]), **options)
+    assert same_sound(alone, requests[1].result([done[number] for number in second]))
+
+
 def test_a_cancelled_sequence_leaves_the_others() -> None:
     subject = codebook_subject("musicgen")
     options = {"max_new_tokens": 9}
