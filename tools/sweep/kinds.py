@@ -15,6 +15,8 @@ KINDS = {
     "ALiBi, no positions": "BloomForCausalLM",
     "sliding window everywhere": "MistralForCausalLM",
     "sliding and full attention by layer": "Gemma3ForCausalLM",
+    "sliding and full attention by layer, eager": "Gemma2ForCausalLM",
+    "layers that read the keys of others": "Gemma3nForCausalLM",
     "chunked attention": "Llama4ForCausalLM",
     "rotary frequencies that change with length": "Phi3ForCausalLM",
     "a triangle of its own": "GPTNeoForCausalLM",

@@ -129,8 +129,10 @@ def _reference(subject: Subject) -> Reference:
 def _compare(subject: Subject, reference: Reference) -> str:
     """How beams were compared; raises Differs at the first check that fails."""
 
-    def ours(prompt: dict[str, Tensor], beams: int = 1) -> ModelOutput:
-        return _run(lambda **inputs: descant.generate(subject.model, **inputs), subject, prompt, beams)
+    def ours(prompt: dict[str, Tensor], beams: int = 1, **fields: Any) -> ModelOutput:
+        return _run(
+            lambda **inputs: descant.generate(subject.model, **inputs, **fields), subject, prompt, beams
+        )
 
     greedy, beam = [], []
     how = (
@@ -143,6 +145,10 @@ def _compare(subject: Subject, reference: Reference) -> str:
     for index, prompt in enumerate(subject.prompts):
         greedy.append(ours(prompt))
         check_equal(f"greedy, prompt {index}", reference.greedy[index], greedy[-1])
+    traits = traits_of(subject.model)
+    if traits.cache_type == "kv" and traits.supports_custom_mask and any(traits.sliding_windows.values()):
+        windowed = ours(subject.prompts[-1], cache_implementation="hybrid")
+        check_equal("greedy on a hybrid cache, the last prompt", reference.greedy[-1], windowed)
     for index, expected in enumerate(reference.beam if any(reference.beam) else ()):
         beam.append(ours(subject.prompts[index], BEAMS))
         if expected is not None and not _compare_beams(subject, index, expected, beam[-1]):

@@ -73,6 +73,13 @@ class SelfAttentionView(TransformersCache):
         return list(self._is_sliding)
 
     @property
+    def is_linear(self) -> list[bool]:
+        """For each layer, False: the store has keys and values only."""
+        return [False] * len(self._is_sliding)
+
+    is_dummy = is_linear
+
+    @property
     def is_compileable(self) -> bool:
         """False: transformers must not compile the forward."""
         return False

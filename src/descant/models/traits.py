@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from descant.core.interfaces import ModelTraits
 from descant.errors import UnsupportedModel
+from descant.models.hf_caches.layers import DYNAMIC_LAYERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,8 +128,8 @@ def _cache_type(model: Any, params: Mapping[str, Any], text: Any) -> str:
         return "recurrent"
     if {model.config.model_type, text.model_type} & _OWN_CACHE_MODELS:
         return "recurrent"
-    layer_classes = {type(layer) for layer in DynamicCache(config=text).layers}
-    return "kv" if layer_classes <= {DynamicLayer, DynamicSlidingWindowLayer} else "recurrent"
+    layers = DynamicCache(config=text).layers
+    return "kv" if all(type(layer) in DYNAMIC_LAYERS for layer in layers) else "recurrent"
 
 
 def _has_own_causal_mask(model: PreTrainedModel) -> bool:

@@ -36,6 +36,8 @@ from descant.models.hf_caches.exports import (
 from tests.support.extras import need_hqq
 from tests.support.manual_forwards import feeds, level, loader, padded, stepped, whole
 from tests.support.tiny_models import pad, prompts
+from tools.sweep.catalogue import entries
+from tools.sweep.trial import subject_of
 
 # Rounding of fp32: the same products in another order.
 NEAR = 5e-5
@@ -909,3 +911,22 @@ def test_masks_that_do_not_fit_are_refused():
     assert isinstance(cache.commit_store(), DenseStore)
     with pytest.raises(InputError, match="before the first forward"):
         cache.set_padding(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "Gemma4ForCausalLM"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "hybrid"])
+def test_a_model_whose_layers_read_the_keys_of_others_goes_on_from_a_filled_cache(name, kind):
+    subject = subject_of(next(entry for entry in entries() if entry.name == name))
+    ids, config = subject.prompts[1]["input_ids"], subject.model.config.get_text_config()
+    cache = {
+        "dynamic": lambda: transformers.DynamicCache(config=config),
+        "static": lambda: transformers.StaticCache(config=config, max_cache_len=40),
+        "hybrid": lambda: HybridCache(config, max_batch_size=1, max_cache_len=40),
+    }[kind]()
+    with torch.no_grad():
+        subject.model(ids[:, :-1], past_key_values=cache)
+    # A model with a recurrent state would refuse this cache.
+    expected = descant.generate(subject.model, ids, max_new_tokens=6, cache_implementation="paged")
+    assert torch.equal(
+        descant.generate(subject.model, ids, max_new_tokens=6, past_key_values=cache), expected
+    )

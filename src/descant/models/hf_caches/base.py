@@ -434,6 +434,13 @@ class Cache(TransformersCache):
         return [False] * len(self)
 
     @property
+    def is_linear(self) -> list[bool]:
+        """For each layer, False: the store has keys and values only."""
+        return [False] * len(self.is_sliding)
+
+    is_dummy = is_linear
+
+    @property
     def is_compileable(self) -> bool:
         """Whether shapes are static."""
         return False

@@ -6,14 +6,36 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 
 from descant.core.interfaces import KVCache
 from descant.errors import format_value
 from descant.kv_cache.attention_proxy import KVProxy
 
-__all__ = ["HFCacheLayer", "KVPair", "empty_layers", "shift_right", "to_tensor", "with_grad"]
+__all__ = [
+    "DYNAMIC_LAYERS",
+    "LAYERS_WITHOUT_KV",
+    "HFCacheLayer",
+    "KVPair",
+    "empty_layers",
+    "shift_right",
+    "to_tensor",
+    "with_grad",
+]
 
 KVPair = tuple[Tensor, Tensor]  # keys and values of a layer, [R, H, S, D] each
+
+# Layers that stay empty, since the model's layer reads the keys of another or has no attention; transformers
+# has them from 5.23 on.
+LAYERS_WITHOUT_KV: tuple[type, ...] = tuple(
+    getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name)
+)
+# The layers of a transformers cache that grows and holds nothing but keys and values.
+DYNAMIC_LAYERS: tuple[type, ...] = (
+    cache_utils.DynamicLayer,
+    cache_utils.DynamicSlidingWindowLayer,
+    *LAYERS_WITHOUT_KV,
+)
 
 
 class HFCacheLayer:

@@ -120,6 +120,8 @@ class MambaCache(RecurrentCache):
     Models of transformers 5 take it as `cache_params`.
     """
 
+    max_batch_size: int = 0  # transformers 5.16 has a property of this name, which could not be set
+
     def __init__(
         self,
         config: Any,

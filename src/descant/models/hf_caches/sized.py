@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+import transformers
 from torch import Tensor
-from transformers.cache_utils import get_layer_types_and_kwargs
 
 from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import InputError
@@ -16,7 +16,7 @@ from descant.kv_cache.offloaded import OffloadedStaticStore
 from descant.kv_cache.static import StaticStore
 from descant.kv_cache.window import WindowStore
 from descant.models.hf_caches.base import Cache
-from descant.models.hf_caches.layers import KVPair
+from descant.models.hf_caches.layers import DYNAMIC_LAYERS, KVPair
 
 __all__ = [
     "CacheShape",
@@ -29,13 +29,6 @@ __all__ = [
 ]
 
 Device = torch.device | str | int
-
-# Layer types that keep keys and values, and the config setting of their window; None: full attention.
-_WINDOW_SETTINGS: dict[str, str | None] = {
-    "full_attention": None,
-    "sliding_attention": "sliding_window",
-    "chunked_attention": "sliding_window",
-}
 
 
 @dataclass(frozen=True)
@@ -69,6 +62,10 @@ class SizedCache(Cache):
 
     By default `dtype` is float32 and `device` is torch's default device; a `dtype` of None is the model's.
     """
+
+    # transformers 5.16 has properties of these names, which could not be set.
+    max_batch_size: int | None = None
+    max_cache_len: int | None = None
 
     def __init__(  # noqa: PLR0913 - as documented
         self,
@@ -144,24 +141,23 @@ class SizedCache(Cache):
 
 def layer_windows(config: Any) -> list[int | None]:
     """The window of each layer that has a cache; None: full attention."""
-    layer_types, settings = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
-    if unknown := sorted(set(layer_types) - set(_WINDOW_SETTINGS)):
+    layers: list[Any] = transformers.DynamicCache(config=config.get_text_config(decoder=True)).layers
+    if unknown := sorted({type(layer).__name__ for layer in layers if type(layer) not in DYNAMIC_LAYERS}):
         raise InputError("config", "must have attention layers only", unknown)
-    names = (_WINDOW_SETTINGS[layer_type] for layer_type in layer_types)
-    return [
-        None if name is None else int(setting[name]) for name, setting in zip(names, settings, strict=True)
-    ]
+    return [getattr(layer, "sliding_window", None) for layer in layers]
 
 
 def _kv_heads(config: Any) -> tuple[int, int] | None:
-    """The number of key heads and their size; None if the config does not declare them."""
-    text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_attention_heads", None)
-    # Latent attention caches other shapes than the config's heads have.
-    if heads is None or hasattr(text, "kv_lora_rank"):
-        return None
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int(getattr(text, "num_key_value_heads", None) or heads), int(size)
+    """The number of key heads and their size; None if layers differ or declare none."""
+    shapes = set()
+    for layer in config.get_text_config(decoder=True).per_layer_config:
+        heads = getattr(layer, "num_attention_heads", None)
+        # Latent attention caches other shapes than the config's heads have.
+        if heads is None or hasattr(layer, "kv_lora_rank"):
+            return None
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        shapes.add((int(getattr(layer, "num_key_value_heads", None) or heads), int(size)))
+    return shapes.pop() if len(shapes) == 1 else None
 
 
 class StaticCache(SizedCache):

@@ -18,7 +18,7 @@ from descant.models.hf_caches.dynamic import (
     OffloadedCache,
     QuantoQuantizedCache,
 )
-from descant.models.hf_caches.layers import KVPair
+from descant.models.hf_caches.layers import DYNAMIC_LAYERS, LAYERS_WITHOUT_KV, KVPair
 from descant.models.hf_caches.recurrent import RecurrentCache
 from descant.models.hf_caches.sized import CacheShape, HybridCache, StaticCache
 
@@ -26,18 +26,18 @@ __all__ = ["fill_cache", "from_transformers_cache"]
 
 _CacheT = TypeVar("_CacheT", bound=Cache)
 
-_DYNAMIC_LAYERS = (cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer)
 _STATIC_LAYERS = (cache_utils.StaticLayer, cache_utils.StaticSlidingWindowLayer)
 
 
 def from_transformers_cache(past: cache_utils.Cache, mask: Tensor | None) -> Cache | RecurrentCache:
     """Convert a transformers 5 cache by the type of its layers."""
-    layers: list[Any] = list(past.layers)
-    if any(isinstance(layer, cache_utils.BaseQuantizedLayer) for layer in layers):
+    layers: list[Any] = [layer for layer in past.layers if type(layer) not in LAYERS_WITHOUT_KV]
+    if any(hasattr(layer, "_dequantize") for layer in layers):
         return _from_quantized_layers(layers, mask)
-    if not all(type(layer) in (*_DYNAMIC_LAYERS, *_STATIC_LAYERS) for layer in layers):
+    if not all(type(layer) in (*DYNAMIC_LAYERS, *_STATIC_LAYERS) for layer in layers):
         return _from_recurrent_cache(past)
-    pairs, windows = [_layer_kv(layer) for layer in layers], [_layer_window(layer) for layer in layers]
+    pairs = [_layer_kv(layer) for layer in past.layers]
+    windows = [_layer_window(layer) for layer in past.layers]
     if any(window is not None for window in windows):
         limits = [layer.max_cache_len for layer in layers if type(layer) is cache_utils.StaticLayer]
         # Positions that left a window are gone, so rows cannot be rewound.
@@ -61,7 +61,7 @@ def _from_recurrent_cache(past: cache_utils.Cache) -> RecurrentCache:
 
 def _layer_kv(layer: Any) -> KVPair | None:
     """The keys and values of a transformers layer, oldest position first; None if it is empty."""
-    if not layer.is_initialized or not int(layer.get_seq_length()):
+    if type(layer) in LAYERS_WITHOUT_KV or not layer.is_initialized or not int(layer.get_seq_length()):
         return None
     key, value = layer.keys, layer.values
     if type(layer) in _STATIC_LAYERS:
