@@ -16,9 +16,10 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 FACE: Final = ROOT / "tests" / "assets" / "public_face.txt"
 MODULES: Final = ("descant", "descant.jobs", "descant.parts", "descant.testing")
-# Addresses of objects, and modules of names that Python writes out where an annotation is evaluated.
+# Addresses of objects, the modules of classes, and the wrapping of annotations that are texts.
 NOISE: Final = re.compile(
-    r" at 0x[0-9a-f]+|\bdescant\.[a-z_.]+\.(?=[A-Z_])|\btyping\.|ForwardRef\((?='[^']*'\))|(?<=')\)(?=[,) ]|$)"
+    r" at 0x[0-9a-f]+|\bdescant\.[a-z_.]+\.(?=[A-Z_])|\btyping\.|"
+    r"ForwardRef\((?='[^']*'\))|(?<=')\)(?=[,) ]|$)"
 )
 
 
