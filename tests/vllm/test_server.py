@@ -52,7 +52,7 @@ def client():
         server.wait(60)
 
 
-def wait_for(server, url, seconds=240):
+def wait_for(server, url, seconds=600):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         assert server.poll() is None, "the server has ended"
