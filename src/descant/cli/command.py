@@ -38,7 +38,7 @@ __all__ = [
     "ConfigCommand",
     "DecodingCommand",
     "load_watermark_keys",
-    "parse_recipe_arguments",
+    "parse_arguments",
     "typer_callback",
 ]
 
@@ -151,7 +151,7 @@ class DecodingCommand(ConfigCommand):
             return None
         from descant.recipes.loading import load_recipe
 
-        arguments = parse_recipe_arguments(self.recipe_argument or ())
+        arguments = parse_arguments("recipe_argument", self.recipe_argument or ())
         return load_recipe(self.recipe, trust_remote_code=self.trust_remote_code)(**arguments)
 
     def check_parameters(self) -> None:
@@ -239,21 +239,21 @@ def load_watermark_keys(path: str | None) -> dict[str, BaseWatermarkingConfig]:
     return read_settings(None if path == ENVIRONMENT_KEYS else path)
 
 
-def parse_recipe_arguments(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse recipe arguments of the form NAME=JSON."""
+def parse_arguments(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Parse the arguments NAME=JSON of an option."""
     arguments: dict[str, Any] = {}
     for argument in texts:
         name, equals, text = argument.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():
-            raise InputError("recipe_argument", "must be NAME=JSON", argument, "for instance samples=8")
+            raise InputError(option, "must be NAME=JSON", argument, "for instance samples=8")
         if name in arguments:
-            raise InputError("recipe_argument", "must give each argument once", argument, "leave one out")
+            raise InputError(option, "must give each argument once", argument, "leave one out")
         try:
             arguments[name] = json.loads(text)
         except (ValueError, RecursionError):
             advice = f"write text in quotation marks: '{name}=\"text\"'"
-            raise InputError("recipe_argument", "must have JSON after its =", argument, advice) from None
+            raise InputError(option, "must have JSON after its =", argument, advice) from None
     return arguments
 
 

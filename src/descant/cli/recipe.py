@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Final
 import typer
 
 from descant.cli import terminal
-from descant.cli.command import Command, parse_recipe_arguments
+from descant.cli.command import Command, parse_arguments
 from descant.cli.exit_codes import FAILURE
 from descant.cli.recipe_overview import recipe_overview, short_hash
 from descant.errors import InputError, MissingExtra
@@ -181,7 +181,7 @@ class CheckRecipeCommand(Command):
         reference = Reference.parse(self.folder)
         if reference.path is None:
             raise InputError("FOLDER", "must be a folder here", self.folder, "download it first")
-        arguments = parse_recipe_arguments(self.recipe_argument or ())
+        arguments = parse_arguments("recipe_argument", self.recipe_argument or ())
         # A separate lock file: checks the current files, not the trusted version.
         with tempfile.TemporaryDirectory() as lock_folder:
             lock = Lock(Path(lock_folder) / "recipes.lock")

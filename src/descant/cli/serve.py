@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Final
 
 import typer
 
-from descant.cli.command import DecodingCommand
+from descant.cli import terminal
+from descant.cli.command import DecodingCommand, parse_arguments
 from descant.config.generation_config import GenerationConfig
 from descant.errors import InputError, MissingExtra
 
@@ -68,6 +69,15 @@ class ServeCommand(DecodingCommand):
             metavar="NAME", help='What runs requests: "descant", "vllm", or "auto", vLLM for all that it can.'
         ),
     ] = "descant"
+    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="GPUs, with vLLM.")] = None
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Positions, with vLLM.")] = None
+    enforce_eager: Annotated[
+        bool, typer.Option("--enforce-eager", metavar="", help="No CUDA graphs, with vLLM.")
+    ] = False
+    engine_option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=JSON", help="An argument of vLLM's EngineArgs; may be repeated."),
+    ] = None
     fast: Annotated[
         bool, typer.Option("--fast", metavar="", help="Prepack the weights and compile the layers.")
     ] = False
@@ -123,12 +133,7 @@ class ServeCommand(DecodingCommand):
         try:
             from descant.serve.access_log import AccessLog
             from descant.serve.api_keys import KeyRing
-            from descant.serve.assembly import (
-                EngineOptions,
-                build_application,
-                build_vllm_application,
-                start_vllm,
-            )
+            from descant.serve.assembly import EngineOptions, load_application
             from descant.serve.http_server import HttpServer, ListenAddress
             from descant.serve.limits import KeyLimits
             from descant.serve.request_spans import check_endpoint
@@ -137,23 +142,17 @@ class ServeCommand(DecodingCommand):
             if (error.name or "").startswith("descant"):
                 raise
             raise MissingExtra("serve", "the server") from error
-        from descant.models.loading import load_processor, load_tokenizer
-        from descant.models.whisper import is_whisper
-
         keys = KeyRing.load(self.api_keys, KeyLimits(**self._own_values(KeyLimits)))
         self._check_host(bool(keys))
         if self.otlp_endpoint is not None:
             check_endpoint(self.otlp_endpoint)
         template = _read_template(self.chat_template)
         kv_bytes = None if self.kv_memory is None else int(self.kv_memory * GIB)
-        options = EngineOptions(kv_bytes=kv_bytes, **self._own_values(EngineOptions))
-        if options.engine == "vllm":
-            self._check_vllm()
-            model, tokenizer = None, load_tokenizer(self.model)[0]
-        else:
-            model, tokenizer = self.load()
-        if model is not None and is_whisper(model):
-            tokenizer = load_processor(self.model)
+        options = EngineOptions(
+            kv_bytes=kv_bytes, engine_options=self._engine_options(), **self._own_values(EngineOptions)
+        )
+        self.check_parameters()
+        self._check_vllm()
         names = self.served_model_name or [_name_of(self.model)]
         settings = ServerSettings(
             model_name=names[0],
@@ -166,26 +165,30 @@ class ServeCommand(DecodingCommand):
             **self._own_values(ServerSettings),
         )
         log = AccessLog()
-        if options.engine == "descant":
-            application = build_application(
-                model, tokenizer, settings, engine=options, chat_template=template, log=log
-            )
-        else:
-            engine, config = start_vllm(self.model, options, self.dtype, model)
-            application = build_vllm_application(
-                engine, tokenizer, settings, config, chat_template=template, log=log
-            )
+        with terminal.console().status("loading"):
+            application = load_application(self.model, settings, options, chat_template=template, log=log)
         address = ListenAddress(**self._own_values(ListenAddress))
         return HttpServer(application, address, log, grace_seconds=self.grace_seconds)
 
     def _check_vllm(self) -> None:
         """Raise for options that only a session can use."""
-        self.check_parameters()
-        for name in ("device", "recipe", "assistant_model"):
+        for name in ("recipe", "assistant_model"):
             value = getattr(self, name)
-            if value is not None:
+            if value is not None and self.engine == "vllm":
                 do = "leave it out, or use --engine auto"
                 raise InputError(name, "must not be given with `--engine vllm`", value, do)
+
+    def _engine_options(self) -> dict[str, Any]:
+        """The arguments of vLLM's `EngineArgs`: those of `--engine-option` and of the options named alike."""
+        options = parse_arguments("engine_option", self.engine_option or ())
+        for name in ("tensor_parallel_size", "max_model_len", "enforce_eager"):
+            value = getattr(self, name)
+            if value is None or value is False:
+                continue
+            if name in options:
+                raise InputError(name, "must be given once", value, "leave it out of --engine-option")
+            options[name] = value
+        return options
 
     def _own_values(self, kind: type[Any]) -> dict[str, Any]:
         """The options that have the names of a dataclass's fields."""

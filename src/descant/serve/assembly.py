@@ -1,8 +1,9 @@
-"""A server from a loaded model: its engine, sized for the machine, and its application."""
+"""A server from the name of a model: its engine, sized for the machine, and its application."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from descant.config.generation_config import GenerationConfig
@@ -16,6 +17,7 @@ from descant.engine.vllm.vllm_engine import VLLM
 from descant.errors import ConfigError
 from descant.kv_cache.prefix_cache import PrefixCache
 from descant.models.layer_compilation import compile_layers
+from descant.models.loading import load, load_processor, load_tokenizer
 from descant.models.prepacked_weights import prepack_weights
 from descant.models.whisper import is_whisper
 from descant.serve.access_log import AccessLog
@@ -24,14 +26,14 @@ from descant.serve.served_model import ServedModel
 from descant.serve.settings import ServerSettings
 from descant.serve.transcriber import Transcriber
 
-__all__ = ["EngineOptions", "build_application", "build_vllm_application", "start_engine", "start_vllm"]
+__all__ = ["EngineOptions", "load_application", "start_engine", "start_vllm"]
 
 _ENGINES: Final = ("descant", "vllm", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """The sizes of a server's engine."""
+    """How a server runs its model: the engine, its sizes, precision and device."""
 
     max_running_rows: int = 256
     max_step_tokens: int = 2048
@@ -42,33 +44,40 @@ class EngineOptions:
     fast: bool = False  # prepack the weights and compile the layers
     max_traced: int = 4
     engine: str = "descant"  # "vllm", or "auto": vLLM for all that it can run
+    engine_options: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's EngineArgs
+    dtype: str | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.engine not in _ENGINES:
             raise ConfigError("engine", f"must be one of {', '.join(_ENGINES)}", self.engine)
         if self.kv_bytes is not None and self.kv_bytes < 1:
             raise ConfigError("kv_bytes", "must be >= 1", self.kv_bytes)
+        if self.engine_options and self.engine == "descant":
+            given, do = dict(self.engine_options), 'set engine = "vllm"'
+            raise ConfigError("engine_options", "must be empty without vLLM", given, do)
+        if self.fast and self.engine != "descant":
+            must = "must be False with vLLM, which compiles by itself"
+            raise ConfigError("fast", must, True, "leave it out")
+        if self.device is not None and self.engine == "vllm":
+            do = 'leave it out, or set engine = "auto"'
+            raise ConfigError("device", "must not be given with vLLM", self.device, do)
 
 
 def start_vllm(
-    name: str, options: EngineOptions, dtype: str | None, model: Any = None
+    source: str, options: EngineOptions, model: Any = None
 ) -> tuple[AsyncEngine, GenerationConfig]:
     """The engine of a model on vLLM, and the model's own config; a loaded `model` runs what vLLM cannot."""
-    if options.fast:
-        raise ConfigError("fast", "must be False with vLLM, which compiles by itself", True, "leave it out")
-    sizes: dict[str, Any] = {}
+    arguments: dict[str, Any] = {
+        "dtype": options.dtype or "auto",
+        "max_num_seqs": options.max_running_rows,
+        "max_num_batched_tokens": max(options.max_step_tokens, options.max_running_rows),
+        "enable_prefix_caching": options.prefix_cache,
+    }
     if options.kv_bytes is not None:
-        sizes["kv_cache_memory_bytes"] = options.kv_bytes
+        arguments["kv_cache_memory_bytes"] = options.kv_bytes
     engine: Engine
-    engine = vllm = VLLM(
-        name,
-        max_waiting=options.max_waiting,
-        dtype=dtype or "auto",
-        max_num_seqs=options.max_running_rows,
-        max_num_batched_tokens=max(options.max_step_tokens, options.max_running_rows),
-        enable_prefix_caching=options.prefix_cache,
-        **sizes,
-    )
+    engine = vllm = VLLM(source, max_waiting=options.max_waiting, **{**arguments, **options.engine_options})
     if model is not None:
         engine = FallbackEngine(engine, Session(model, scheduler=_scheduler_config(model, options)[0]))
     return AsyncEngine(engine), vllm.generation_config
@@ -99,59 +108,45 @@ def _scheduler_config(model: Any, options: EngineOptions) -> tuple[SchedulerConf
     )
 
 
-def build_application(
-    model: Any,
-    tokenizer: Any,
+def load_application(
+    source: str,
     settings: ServerSettings,
-    *,
-    engine: EngineOptions | None = None,
-    chat_template: str | None = None,
-    log: AccessLog | None = None,
-) -> ServerApplication:
-    """The application of a loaded model; its engine starts at once.
-
-    Of a Whisper model the processor takes the tokenizer's place.
-    """
-    if is_whisper(model):
-        return ServerApplication(Transcriber(model, tokenizer, settings), log)
-    served = ServedModel(
-        start_engine(model, engine or EngineOptions()),
-        tokenizer,
-        settings,
-        GenerationConfig.from_transformers(model.generation_config),
-        context_size=_context_size(model, settings.max_context),
-        chat_template=chat_template,
-    )
-    return ServerApplication(served, log)
-
-
-def build_vllm_application(
-    engine: AsyncEngine,
-    tokenizer: Any,
-    settings: ServerSettings,
-    model_config: GenerationConfig,
+    options: EngineOptions | None = None,
     *,
     chat_template: str | None = None,
     log: AccessLog | None = None,
 ) -> ServerApplication:
-    """The application of an engine of `start_vllm`."""
-    size = engine.traits.max_positions
-    sizes = [one for one in (size, settings.max_context) if one is not None]
+    """The application of the model in a folder or on the Hub; its engine starts at once."""
+    options = options or EngineOptions()
+    model: Any = None
+    if options.engine == "vllm":
+        tokenizer = load_tokenizer(source)[0]
+    else:
+        model, tokenizer = load(source, options.dtype, options.device, speech=True)
+    if options.engine == "descant":
+        if is_whisper(model):
+            return ServerApplication(Transcriber(model, load_processor(source), settings), log)
+        engine = start_engine(model, options)
+        config = GenerationConfig.from_transformers(model.generation_config)
+        size = _trained_positions(model)
+    else:
+        engine, config = start_vllm(source, options, model)
+        size = engine.traits.max_positions
+    sizes = [limit for limit in (size, settings.max_context) if limit is not None]
     served = ServedModel(
         engine,
         tokenizer,
         settings,
-        model_config,
+        config,
         context_size=min(sizes, default=None),
         chat_template=chat_template,
     )
     return ServerApplication(served, log)
 
 
-def _context_size(model: Any, limit: int | None) -> int | None:
+def _trained_positions(model: Any) -> int | None:
     """The positions that a model was trained for; many models run on beyond them, with nonsense."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
     size = getattr(text, "max_position_embeddings", None)
-    sizes = [one for one in (size, limit) if isinstance(one, int) and one > 0]
-    return min(sizes, default=None)
+    return size if isinstance(size, int) and size > 0 else None

@@ -9,10 +9,9 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from descant.errors import InputError
-from descant.models.loading import load
 from descant.serve.api_keys import KeyRing
 from descant.serve.application import ServerApplication
-from descant.serve.assembly import EngineOptions, build_application
+from descant.serve.assembly import EngineOptions, load_application
 from descant.serve.settings import ServerSettings
 
 __all__ = ["RayArguments", "build_app"]
@@ -108,8 +107,7 @@ def _load_application(options: RayArguments) -> ServerApplication:
         raise InputError("allow_anonymous", "must be true without API keys", False, do)
     path = Path(options.model)
     name = options.served_model_name or (path.resolve().name if path.exists() else options.model)
-    model, tokenizer = load(options.model, options.dtype, options.device)
     settings = ServerSettings(model_name=name, keys=keys, **options.server)
     kv_bytes = None if options.kv_memory is None else int(options.kv_memory * 2**30)
-    engine = EngineOptions(kv_bytes=kv_bytes, **options.engine)
-    return build_application(model, tokenizer, settings, engine=engine)
+    engine = EngineOptions(kv_bytes=kv_bytes, dtype=options.dtype, device=options.device, **options.engine)
+    return load_application(options.model, settings, engine)

@@ -20,6 +20,7 @@ def test_a_killed_replica_loses_its_own_requests_and_is_replaced(model_folder, t
         # What other tests use of the memory is no reason to kill a replica.
         env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
         env["PYTHONPATH"] = str(ROOT / "src")
+        env["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] = "descant.serve.ray_proxy.middlewares"
         printed = programs.run("python", PROGRAM, model_folder, files, env=env, timeout=500)
     finally:
         shutil.rmtree(files, ignore_errors=True)
@@ -28,6 +29,7 @@ def test_a_killed_replica_loses_its_own_requests_and_is_replaced(model_folder, t
     assert sum(kill["shares"]) == 8
     assert min(kill["shares"]) >= 1
     assert all(kill["lost_of_killed"])
+    assert set(kill["errors_of_killed"]) == {"replica_died"}
     assert not any(kill["lost_of_other"])
     assert kill["later"] == [True] * 12
     assert kill["is_replaced"]

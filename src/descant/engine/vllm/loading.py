@@ -6,8 +6,9 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.name_suggestions import suggest_name
 from descant.engine.vllm.field_support import FIELD_SUPPORT
-from descant.errors import MissingExtra
+from descant.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -36,8 +37,17 @@ def start_llm(model: str, options: dict[str, Any]) -> LLMEngine:
     if not _is_installed():
         processors.append(DescantLogitsProcessor)
         register()
-    arguments = EngineArgs(model=model, logits_processors=processors, **options)
-    config = arguments.create_engine_config()
+    known = EngineArgs.__dataclass_fields__.keys()
+    for name in options.keys() - known:
+        raise InputError(
+            name, "must be an argument of vLLM's EngineArgs", options[name], suggest_name(name, known)
+        )
+    try:
+        arguments = EngineArgs(model=model, logits_processors=processors, **options)
+        config = arguments.create_engine_config()
+    except (TypeError, ValueError) as error:  # a ValueError, too, is what pydantic raises
+        given = {name: value for name, value in options.items() if value is not None}
+        raise InputError("engine_options", f"must be ones that vLLM takes ({error})", given) from error
     if config.parallel_config.world_size == 1:
         # In this process, so that errors of the plug-in are those of their requests.
         config.parallel_config.distributed_executor_backend = "uni"

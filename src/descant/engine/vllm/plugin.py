@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
 
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -21,6 +24,15 @@ from descant.engine.vllm.request_config import (
 __all__ = ["is_registered", "register"]
 
 _Validator = Callable[[SamplingParams], None]
+
+# Bodies of vLLM's server by the module under `vllm.entrypoints` that defines them.
+_BODIES: Final = {
+    "openai.chat_completion.protocol": "ChatCompletionRequest",
+    "openai.completion.protocol": "CompletionRequest",
+    "openai.responses.protocol": "ResponsesRequest",
+    "speech_to_text.transcription.protocol": "TranscriptionRequest",
+    "speech_to_text.translation.protocol": "TranslationRequest",
+}
 
 
 def register() -> None:
@@ -51,6 +63,36 @@ def register() -> None:
 
     build.checks_descant = True  # type: ignore[attr-defined]
     InputProcessor._build_logits_processors_params_validator = build  # type: ignore[method-assign]
+    for module, name in _BODIES.items():
+        # Only in the process of the server, which has imported them by now.
+        if body := getattr(sys.modules.get(f"vllm.entrypoints.{module}"), name, None):
+            _check_bodies(body)
+
+
+def _check_bodies(body: type[Any]) -> None:
+    """Refuse Descant's fields in bodies of which vLLM leaves something out without an error."""
+
+    def checked(method: Callable[..., Any], is_beam_search: bool) -> Callable[..., Any]:
+        @wraps(method)
+        def make_params(self: Any, *args: Any, **options: Any) -> Any:
+            if PLUGIN_KEY in (self.vllm_xargs or {}):
+                if is_beam_search:
+                    raise VLLMValidationError(
+                        "`use_beam_search` must be unset beside Descant's fields, which vLLM's beam search "
+                        "does not apply: use a Descant session"
+                    )
+                if self.model_extra:
+                    raise VLLMValidationError(
+                        f"`{min(self.model_extra)}` must be a field of vLLM: "
+                        f"give fields of Descant in vllm_xargs[{PLUGIN_KEY!r}]"
+                    )
+            return method(self, *args, **options)
+
+        return make_params
+
+    for name, is_beam_search in (("to_sampling_params", False), ("to_beam_search_params", True)):
+        if method := getattr(body, name, None):
+            setattr(body, name, checked(method, is_beam_search))
 
 
 def is_registered() -> bool:

@@ -42,13 +42,15 @@ _REPLACED: Final[Mapping[str, str]] = {
 # Parameters that mean the same as the field, and their neutral values. What vLLM does by them to the one
 # token that the plug-in has chosen changes nothing.
 SHARED_PARAMS: Final[Mapping[str, float]] = {
+    "temperature": 1.0,
+    "top_k": 0,
     "top_p": 1.0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-_SAMPLING_ONLY: Final = ("top_p", "min_p")
+_SAMPLING_ONLY: Final = ("temperature", "top_k", "top_p", "min_p")
 _MAX_NEW_TOKENS: Final = 2**30
 
 
@@ -139,16 +141,17 @@ def _read_fields(params: SamplingParams, given: dict[str, Any], model_ends: Coll
             raise InputError(name, "must be unset beside Descant's fields", getattr(params, name), do)
     values = {**given}
     is_sampling = bool(values.setdefault("do_sample", params.temperature > 0))
-    if is_sampling:
-        values.setdefault("temperature", params.temperature or 1.0)
-        values.setdefault("top_k", max(params.top_k, 0))
     for name, neutral in SHARED_PARAMS.items():
         own = getattr(params, name)
-        if own == neutral or (name in _SAMPLING_ONLY and not is_sampling):
+        # With a temperature of 0, vLLM takes the one token that is left by greedy search.
+        is_neutral = own == neutral or (name == "temperature" and not own) or (name == "top_k" and own < 0)
+        if is_neutral or (name in _SAMPLING_ONLY and not is_sampling):
             continue
         if values.setdefault(name, own) != own:
             must = f"must be the same in both places, it is {own} in the request's own field"
             raise InputError(name, must, values[name], "give it once")
+    if is_sampling:
+        values.setdefault("top_k", 0)  # vLLM's default
     slot = 0
     if values.get("seed") is None:
         values["seed"] = params.seed

@@ -37,6 +37,7 @@ class Stream:
         self.num_tokens = num_tokens
         self.status, self.process = 0, 0
         self.is_done = False
+        self.error: str | None = None
         self.began = threading.Event()
 
     def read(self) -> "Stream":
@@ -51,6 +52,8 @@ class Stream:
             for line in response:
                 self.began.set()
                 self.is_done = self.is_done or line.startswith(b"data: [DONE]")
+                if line.startswith(b'data: {"error"'):
+                    self.error = json.loads(line.removeprefix(b"data: "))["error"]["code"]
         except (http.client.HTTPException, OSError):
             pass  # a stream that was cut off
         finally:
@@ -98,6 +101,7 @@ def kill_one(pool: ThreadPoolExecutor) -> dict[str, object]:
     return {
         "shares": [sum(one.process == process for one in streams) for process in before],
         "lost_of_killed": [not one.is_done for one in streams if one.process == killed],
+        "errors_of_killed": [one.error for one in streams if one.process == killed],
         "lost_of_other": [not one.is_done for one in streams if one.process != killed],
         "later": [end.result().is_done for end in later],
         "is_replaced": bool(found - before),
