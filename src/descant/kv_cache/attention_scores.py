@@ -178,13 +178,15 @@ def select_queries(call: AttentionCall, rows: Tensor | None, at: Tensor) -> Atte
 def attention_weights(call: AttentionCall, keys: Tensor, at: Tensor, alive: Tensor | None = None) -> Tensor:
     """The softmax weights [n, H, G, q, S] of queries over keys, G query heads per key head.
 
-    Queries have indices `at` [n or 1, q] in their forward; slots not `alive` [n, H, S] get no weight.
+    Queries have indices `at` [n or 1, q] in their forward; slots not `alive` [n, H, S] get no weight. The
+    weights are at least in float32.
     """
     rows, heads, count, size = call.query.shape
     shape = (rows, keys.shape[1], heads // keys.shape[1], count, keys.shape[2])
     query = call.query.reshape(rows, shape[1], -1, size)
     scale = size**-0.5 if call.scale is None else call.scale
-    weights = (query @ keys.transpose(2, 3)).float().mul_(scale).view(shape)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights = (query @ keys.transpose(2, 3)).to(wide).mul_(scale).view(shape)
     slots = torch.arange(keys.shape[2], device=keys.device)
     if call.is_causal:
         weights.masked_fill_(slots > at[:, None, None, :, None], -torch.inf)

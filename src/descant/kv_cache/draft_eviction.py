@@ -64,7 +64,8 @@ def simulate_draft_eviction(
         index = at[:, None, :, None].expand_as(draft_out)
         exists = (query_index < width).to(device)[:, None, None, None]
         out = out.scatter(2, index, torch.where(exists, draft_out, out.gather(2, index)))
-        score, end, num_keep = score + weights.sum((2, 3)), end + 1, (num_keep + 1).clamp(max=limit.budget)
+        score = score + weights.sum((2, 3)).to(score.dtype)
+        end, num_keep = end + 1, (num_keep + 1).clamp(max=limit.budget)
         alive = limit.surviving_slots(score, alive, end, num_keep)
         states.append(EvictionState(score, alive))
     return out, states

@@ -303,12 +303,13 @@ def _per_row_attention(
 def _attention_with_lse(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention [N, H, T, D] and the log-sum-exp of its scores [N, H, T].
+    """Attention [N, H, T, D] and the log-sum-exp of its scores [N, H, T], both at least in float32.
 
     Masked keys get a very low finite score. A query that sees nothing of this part then has a negligible
     weight in the merge, instead of NaN.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    wide = torch.promote_types(query.dtype, torch.float32)
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, _MASKED_SCORE)
     elif mask is not None:
@@ -317,12 +318,12 @@ def _attention_with_lse(
         # The fused kernel returns the log-sum-exp, and is several times faster than explicit products.
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         out, lse = fused(query, keys, values, attn_mask=mask, scale=scale)
-        return out.float(), lse.view(*out.shape[:2], -1)
-    scores = (query.float() * scale) @ keys.float().transpose(2, 3)
+        return out.to(wide), lse.view(*out.shape[:2], -1)
+    scores = (query.to(wide) * scale) @ keys.to(wide).transpose(2, 3)
     if mask is not None:
         scores = scores + mask
     lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ values.float(), lse
+    return (scores - lse[..., None]).exp() @ values.to(wide), lse
 
 
 def _scatter_rows(out: Tensor, lse: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:

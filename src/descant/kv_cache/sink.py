@@ -85,7 +85,8 @@ class _SinkWindowKeys(TensorKVProxy):
         scores = self.scores(query) * (1 / sqrt(query.shape[-1]) if call.scale is None else call.scale)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        weights = scores.softmax(-1, dtype=wide).to(query.dtype)
         weights = torch.dropout(weights, call.dropout, call.dropout > 0)
         return _grouped_matmul(weights, values.materialize().mT)
 

@@ -49,7 +49,8 @@ class RopeShift:
         # Float64: the angle of a far position needs more precision than float32 has.
         angle_dtype = torch.float32 if keys.device.type == "mps" else torch.float64
         angle = shift.to(angle_dtype)[:, None, None, None] * self.inv_freq.to(keys.device, angle_dtype)
-        cos, sin = angle.cos().float(), angle.sin().float()
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
         x, y = (part[..., 0::2], part[..., 1::2]) if self.interleaved else part.chunk(2, -1)
         x, y = x * cos - y * sin, y * cos + x * sin
         rotated = torch.stack((x, y), -1).flatten(-2) if self.interleaved else torch.cat((x, y), -1)

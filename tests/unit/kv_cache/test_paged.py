@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -94,6 +95,14 @@ def test_a_leak_and_a_double_free_are_noticed():
         store.pool.decref(store.referenced_blocks().repeat(2))
 
 
+@pytest.fixture
+def dtype(request):
+    """The dtype of new tensors."""
+    torch.set_default_dtype(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+
+
 def attention(query, keys, values, **more):
     return torch.nn.functional.scaled_dot_product_attention(query, keys, values, **more)
 
@@ -101,7 +110,8 @@ def attention(query, keys, values, **more):
 @pytest.mark.parametrize("worth", [4, 64])
 @pytest.mark.parametrize("masked", [None, "bits", "added"])
 @pytest.mark.parametrize("width", [1, 3])
-def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, masked, width):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], indirect=True)
+def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, masked, width, dtype):
     monkeypatch.setattr(shared_prefix_attention, "_MIN_SHARED_SLOTS", worth)
     store = filled(rows=5, length=70, block=4)
     feed(store, 2, start=70)  # parts the rows
@@ -123,18 +133,21 @@ def test_attention_on_shared_rows_is_that_on_rows_laid_out(monkeypatch, worth, m
         mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     found = attention(query, keys, values, attn_mask=mask, enable_gqa=True)
     expected = attention(query, keys.materialize(), values.materialize(), attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    error = 1e-5 if dtype is torch.float32 else 1e-12
+    torch.testing.assert_close(found, expected, atol=error, rtol=error)
     assert bool(keys.plan.shared_segments) == (worth == 4 or worth <= 70)
 
 
-def test_without_the_fused_kernel_attention_is_the_same(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], indirect=True)
+def test_without_the_fused_kernel_attention_is_the_same(dtype):
     query, keys, values = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
     mask = torch.rand(2, 1, 4, 9) > 0.4
     one, sums = shared_prefix_attention._attention_with_lse(query, keys, values, mask, None)
     wide = torch.cat((values, values), -1)  # values of another size, which the kernel does not take
     two, others = shared_prefix_attention._attention_with_lse(query, keys, wide, mask, None)
-    torch.testing.assert_close(two[..., :8], one, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(others, sums, atol=1e-5, rtol=1e-5)
+    error = 1e-5 if dtype is torch.float32 else 1e-12
+    torch.testing.assert_close(two[..., :8], one, atol=error, rtol=error)
+    torch.testing.assert_close(others, sums, atol=error, rtol=error)
 
 
 def test_heads_that_are_repeated_are_not_laid_out():
@@ -174,10 +187,11 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "opt"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "opt", "llama in float64"])
 def test_every_method_says_the_same_as_on_the_dense_cache(tiny, monkeypatch, name):
     monkeypatch.setattr(shared_prefix_attention, "_MIN_SHARED_SLOTS", 4)
-    model = tiny(name)
+    model = tiny(name.split()[0])
+    decoder = copy.deepcopy(model.model).double() if "float64" in name else model.model
     texts = prompts(model.arch, [9, 23, 40], seed=3)
     requests = [
         Request(text, GenerationConfig(max_new_tokens=12, eos_token_id=model.eos, **fields))
@@ -192,7 +206,7 @@ def test_every_method_says_the_same_as_on_the_dense_cache(tiny, monkeypatch, nam
         lambda self, *more: (shared.append(self.plan.shared_segments), attend(self, *more))[1],
     )
     store = PagedStore(4)
-    expected, found = (outcomes(model.model, requests, None, cache) for cache in (DenseStore(), store))
+    expected, found = (outcomes(decoder, requests, None, cache) for cache in (DenseStore(), store))
     for one, other, request in zip(expected, found, requests, strict=True):
         compare(one, other, str(request.generation_config), 1e-4)
     assert any(shared)  # otherwise nothing was tried
