@@ -33,10 +33,10 @@ from descant.engine.planner import as_model
 from descant.jobs import Job
 from descant.jobs.job_model import JobModel
 from descant.jobs.job_run import JobRun
-from descant.jobs.job_worker import GROUPS_AT_ONCE, JobWorker
+from descant.jobs.job_worker import JobWorker
 from descant.jobs.row_position import RowPosition, RowPositions
 from descant.jobs.shard_folder import JobManifest, ShardFolder
-from descant.jobs.shard_group import ShardGroup, group_shards
+from descant.jobs.shard_group import GROUPS_AT_ONCE, ShardGroup, group_shards
 from descant.jobs.source import JobSource
 from descant.jobs.workers import WorkerCallbacks
 from descant.models.loading import load_tokenizer
@@ -151,7 +151,7 @@ def run_rows(args: argparse.Namespace) -> None:
         workers = LoggedWorker(InstantModel(job, model, tokenizer, memory.note))
         began, memory.began = time.monotonic(), time.process_time()
         with _profiled() if args.profile else contextlib.nullcontext():
-            result = JobRun(job).run(workers)
+            result = JobRun(job).run(lambda: workers)
         seconds, cpu = time.monotonic() - began, time.process_time() - memory.began
         if (result.rows, result.failed, result.computed_rows) != (args.rows, 0, args.rows):
             sys.exit(f"every row must have a result, got {result}")
@@ -187,7 +187,7 @@ def _write_source(path: Path, rows: int) -> None:
 def _print_resume(job: Job, workers: LoggedWorker, rows: int) -> None:
     """The time of a run that finds all shards."""
     began = time.process_time()
-    if JobRun(job).run(workers).computed_rows:
+    if JobRun(job).run(lambda: workers).computed_rows:
         sys.exit("a run must find all shards that an earlier run has written")
     print(f"a run that finds everything there: {1e6 * (time.process_time() - began) / rows:.2f} us a row")
 

@@ -241,4 +241,4 @@ def _run(
     job: Job, workers: JobWorkers, on_progress: Callable[[JobProgress], None] | None = None
 ) -> JobResult:
     shutil.rmtree(job.sink, ignore_errors=True)
-    return JobRun(job).run(workers, on_progress)
+    return JobRun(job).run(lambda: workers, on_progress)

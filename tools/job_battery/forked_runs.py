@@ -13,7 +13,7 @@ from typing import Any
 from descant.core import atomic_file
 from descant.jobs import Job
 from tools.job_battery import commit_fault
-from tools.job_battery.rows import files_of
+from tools.job_battery.rows import are_expected, files_of
 
 __all__ = ["ForkedRuns"]
 
@@ -80,7 +80,7 @@ class ForkedRuns:
         if code == ABORTED:
             raise RuntimeError("a resumed run failed")
         found = files_of(sink)
-        self.torn += any(self.expected.get(name) != data for name, data in found.items())
+        self.torn += not are_expected(found, self.expected)
         if code in COMPLETE:
             return True
         self.kills[kind] += 1

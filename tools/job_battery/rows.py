@@ -7,9 +7,10 @@ from pathlib import Path
 
 from descant import GenerationConfig
 from descant.jobs import Job
+from descant.jobs.shard_folder import SHARD_DIGESTS
 from tools.battery.subject import model_folder
 
-__all__ = ["battery_job", "files_of", "rows_once"]
+__all__ = ["are_expected", "battery_job", "files_of", "rows_once"]
 
 SHARD_ROWS = 10
 BAD_EVERY = 17  # rows that cannot be parsed
@@ -46,6 +47,14 @@ def files_of(folder: Path) -> dict[str, bytes]:
         for path in folder.iterdir()
         if path.is_file() and not path.name.startswith(".")
     }
+
+
+def are_expected(files: dict[str, bytes], expected: dict[str, bytes]) -> bool:
+    """Whether the files of a run that was killed are those of one that was not, as far as they are there."""
+    noted = files.get(SHARD_DIGESTS, b"")  # zeros for shards that are not there
+    are_digests = all(one in (0, other) for one, other in zip(noted, expected[SHARD_DIGESTS], strict=False))
+    others = {name: data for name, data in files.items() if name != SHARD_DIGESTS}
+    return are_digests and others.items() <= expected.items()
 
 
 def rows_once(files: dict[str, bytes], rows: int) -> bool:

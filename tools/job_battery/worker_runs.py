@@ -18,7 +18,7 @@ from descant.jobs import Job
 from descant.jobs.job_messages import encode_job
 from tools.job_battery import commit_fault
 from tools.job_battery.ray_environment import ray_environment
-from tools.job_battery.rows import files_of
+from tools.job_battery.rows import are_expected, files_of
 
 __all__ = ["KINDS", "WorkerRuns"]
 
@@ -89,8 +89,7 @@ class WorkerRuns:
         return code == 0
 
     def _compare(self, sink: Path) -> None:
-        found = files_of(sink)
-        self.torn += any(self.expected.get(name) != data for name, data in found.items())
+        self.torn += not are_expected(files_of(sink), self.expected)
 
     def environment(self) -> dict[str, str]:
         """The variables of processes that take part in commit faults."""

@@ -23,8 +23,9 @@ class JobProgressDisplay:
         self._is_terminal = console.is_terminal
         columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=console, disable=not self._is_terminal)
-        self._task = self._bar.add_task("", total=None)
+        self._task = self._bar.add_task("starting", total=None)
         self._next_line: float | None = None  # from the first row on: a model may take long to load
+        self.rows: int | None = None  # of the source; None: it is not read yet
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -34,11 +35,15 @@ class JobProgressDisplay:
         self._bar.stop()
 
     def update(self, progress: JobProgress) -> None:
-        """Show the state after a row."""
+        """Show the state at the start or after a row."""
+        if self.rows is None and progress.damaged_files:
+            names = ", ".join(progress.damaged_files)
+            terminal.print_warning(f"shards that were changed are computed again: {names}")
+        self.rows = progress.rows
         if self._is_terminal:
             text = _pace(progress)
             self._bar.update(self._task, total=progress.rows, completed=progress.finished, description=text)
-        elif self._next_line is None or time.monotonic() >= self._next_line:
+        elif progress.computed and (self._next_line is None or time.monotonic() >= self._next_line):
             is_first, self._next_line = self._next_line is None, time.monotonic() + _SECONDS_BETWEEN_LINES
             if is_first:
                 return
@@ -46,6 +51,8 @@ class JobProgressDisplay:
 
 
 def _pace(progress: JobProgress) -> str:
+    if not progress.computed:
+        return "the first rows are running" if progress.finished < progress.rows else ""
     left = progress.seconds_left
     time_left = "" if left is None else f", {format_seconds(left)} left"
     failed = f", {progress.failed} failed" if progress.failed else ""

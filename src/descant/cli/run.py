@@ -11,7 +11,7 @@ import typer
 
 from descant.cli import terminal
 from descant.cli.command import ConfigCommand
-from descant.cli.exit_codes import FAILURE
+from descant.cli.exit_codes import FAILURE, INTERRUPTED
 from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import GenerationConfig
 
@@ -100,8 +100,12 @@ class RunCommand(ConfigCommand):
             )
         if self.dry_run:
             return self._print_estimate(job)
-        with JobProgressDisplay() as display:
-            result = job.run(on_progress=display.update, ray=self.ray)
+        try:
+            with JobProgressDisplay() as display:
+                result = job.run(on_progress=display.update, ray=self.ray)
+        except KeyboardInterrupt:
+            terminal.print_info(_saved_text(job, display.rows))
+            return INTERRUPTED
         terminal.write(
             f"rows: {result.rows}, failed: {result.failed}, shards: {result.shards}; "
             f"computed now: {result.computed_rows} rows, {result.tokens} tokens\n"
@@ -141,3 +145,11 @@ class RunCommand(ConfigCommand):
         if values:
             config = GenerationConfig.merge(values, config)
         return dataclasses.replace(job, generation_config=config, **changes)
+
+
+def _saved_text(job: Job, rows: int | None) -> str:
+    """What an interrupted run leaves."""
+    files = Path(job.sink).glob(f"shard-*.{job.sink_format}")
+    saved = sum(not path.name.endswith(".errors.jsonl") for path in files)
+    of_all = "" if rows is None else f" of {-(-rows // job.shard_rows)}"
+    return f"interrupted: {saved}{of_all} shards are in {job.sink}; the same command computes the others"

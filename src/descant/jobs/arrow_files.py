@@ -8,28 +8,27 @@ from typing import Any, BinaryIO, ClassVar, Final, NamedTuple
 
 from descant.jobs.arrow_library import arrow_errors, load_pyarrow
 from descant.jobs.arrow_values import batch_rows
-from descant.jobs.row_file import ContentDigest, RowBlock, RowData, hash_file, open_file, open_hashed
+from descant.jobs.row_file import RowBlock, RowData
+from descant.jobs.source_content import SourceFile
 
 __all__ = ["ArrowFile", "ParquetFile"]
 
 _BATCH_ROWS: Final = 1024  # that are Python values at once
 _FILE_MAGIC: Final = b"ARROW1"
-_CHUNK_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True)
 class ParquetFile:
     """Rows in row groups; an offset is the index of one."""
 
-    path: str
+    file: SourceFile
     columns: Collection[str] | None = None  # that are read; None: all
     is_text: ClassVar[bool] = False
 
-    def blocks(self, digest: ContentDigest, id_column: str | None) -> Iterator[RowBlock]:
+    def blocks(self, id_column: str | None) -> Iterator[RowBlock]:
         """Each row group; without ids only its number of rows is read."""
         load_pyarrow()
-        hash_file(self.path, digest)
-        with open_file(self.path) as file, arrow_errors(self.path, "a Parquet file"):
+        with self.file.open() as file, arrow_errors(self.file.path, "a Parquet file"):
             reader = _open_parquet(file)
             for group in range(reader.num_row_groups):
                 rows = reader.metadata.row_group(group).num_rows
@@ -39,7 +38,7 @@ class ParquetFile:
     def rows_from(self, offset: int, skip: int) -> Iterator[RowData]:
         """The rows from a row group on."""
         load_pyarrow()
-        with open_file(self.path) as file, arrow_errors(self.path, "a Parquet file"):
+        with self.file.open() as file, arrow_errors(self.file.path, "a Parquet file"):
             reader = _open_parquet(file)
             for group in range(offset, reader.num_row_groups):
                 yield from _group_rows(reader, group, self.columns, skip)
@@ -65,31 +64,28 @@ def _group_rows(reader: Any, group: int, columns: Collection[str] | None, skip: 
 class ArrowFile:
     """Rows in record batches; an offset is the index of one in a file, and a place in bytes in a stream."""
 
-    path: str
+    file: SourceFile
     columns: Collection[str] | None = None  # that become Python values; None: all
     is_text: ClassVar[bool] = False
 
-    def blocks(self, digest: ContentDigest, id_column: str | None) -> Iterator[RowBlock]:
+    def blocks(self, id_column: str | None) -> Iterator[RowBlock]:
         """Each record batch."""
         header = self._stream_header()
         if header is None:
-            hash_file(self.path, digest)
-            with open_file(self.path) as file, arrow_errors(self.path, "an Arrow file"):
+            with self.file.open() as file, arrow_errors(self.file.path, "an Arrow file"):
                 for number, batch in _file_batches(file, 0):
                     yield _batch_block(number, batch, id_column)
             return
-        with open_hashed(self.path, digest) as file, arrow_errors(self.path, "an Arrow stream"):
+        with self.file.open() as file, arrow_errors(self.file.path, "an Arrow stream"):
             file.read(header.end)
             for offset, skip, batch in _stream_batches(file, header):
                 yield _batch_block(offset, batch, id_column, skip)
-            while file.read(_CHUNK_BYTES):  # what follows the stream counts for the digest
-                pass
 
     def rows_from(self, offset: int, skip: int) -> Iterator[RowData]:
         """The rows from a record batch on."""
         header = self._stream_header()
         kind = "an Arrow file" if header is None else "an Arrow stream"
-        with open_file(self.path) as file, arrow_errors(self.path, kind):
+        with self.file.open() as file, arrow_errors(self.file.path, kind):
             if header is None:
                 batches = (batch for _, batch in _file_batches(file, offset))
             else:
@@ -100,7 +96,7 @@ class ArrowFile:
     def _stream_header(self) -> StreamHeader | None:
         """The header of a stream; None: it is a file, which has a table of its batches."""
         pyarrow = load_pyarrow()
-        with open_file(self.path) as file, arrow_errors(self.path, "an Arrow stream"):
+        with self.file.open() as file, arrow_errors(self.file.path, "an Arrow stream"):
             if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
                 return None
             file.seek(0)

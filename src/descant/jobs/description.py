@@ -14,15 +14,21 @@ from typing import Any, Final, Self
 from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
-from descant.engine.vllm.field_support import check_fields
 from descant.errors import ConfigError, InputError
 from descant.jobs.selection import SelectionConfig
 from descant.jobs.shard_folder import SINK_FORMATS
 from descant.jobs.source import SOURCE_FORMATS
 
-__all__ = ["PROMPT_COLUMNS", "JobDescription", "check_generation_fields", "check_template"]
+__all__ = [
+    "CONFIG_COLUMN",
+    "PROMPT_COLUMNS",
+    "JobDescription",
+    "check_generation_fields",
+    "check_template",
+]
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "ids")
+CONFIG_COLUMN: Final = "generation_config"
 OUTPUT_NAMES: Final = ("row", "id", "completions")
 # With these a result would depend on more than the job and the row, or be no text.
 _NOT_IN_JOBS: Final = {
@@ -99,6 +105,8 @@ class JobDescription:
         if self.template is not None:
             check_template(self.template)
         if self.engine == "vllm":
+            from descant.engine.vllm.field_support import check_fields  # takes torch
+
             check_fields(config, ("vllm", "plug-in", "engine"))
             if self.select is not None and self.select.needs_logprobs:
                 raise InputError(
@@ -138,6 +146,14 @@ class JobDescription:
     def source_files(self) -> tuple[str, ...]:
         """The files of the source."""
         return _as_texts("source", self.source)
+
+    @property
+    def source_columns(self) -> frozenset[str] | None:
+        """The columns of the source that the job uses, beside that of the ids; None: all."""
+        if self.select is not None and self.select.needs_row:
+            return None
+        prompt = PROMPT_COLUMNS if self.template is None else _template_columns(self.template)
+        return frozenset((*prompt, CONFIG_COLUMN, *self.override_columns, *self.keep_columns))
 
     def _check_types(self) -> None:
         for name in ("model", "sink", "dtype", "template", "id_column", "device"):
@@ -184,7 +200,8 @@ class JobDescription:
         for name in self.keep_columns:
             if name in OUTPUT_NAMES:
                 must = f"must have other names than the output's own ({', '.join(OUTPUT_NAMES)})"
-                raise InputError("keep_columns", must, name, "leave it out")
+                do = 'leave it out, and set id_column = "id"' if name == "id" else "leave it out"
+                raise InputError("keep_columns", must, name, do)
 
 
 def _as_texts(name: str, value: Any) -> tuple[str, ...]:
@@ -202,6 +219,11 @@ def check_generation_fields(values: dict[str, Any]) -> None:
             raise unknown_field_error(name, value)
         if name in _NOT_IN_JOBS and value is not None and value is not False:
             raise ConfigError(name, _NOT_IN_JOBS[name], value, "leave it out")
+
+
+def _template_columns(template: str) -> list[str]:
+    """The columns that a template names."""
+    return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
 
 
 def check_template(template: str) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from descant.errors import InputError
 from descant.jobs.description import JobDescription
-from descant.jobs.job_model import JobModel
 from descant.jobs.job_run import JobRun
-from descant.jobs.local_worker import LocalWorker
 from descant.jobs.results import JobEstimate, JobProgress, JobResult
 from descant.jobs.worker_pool import WorkerPool
-from descant.jobs.workers import JobWorkers
+
+if TYPE_CHECKING:  # they take torch, which a run that finds everything there does not need
+    from descant.jobs.job_model import JobModel
+    from descant.jobs.workers import JobWorkers
 
 __all__ = ["Job"]
 
@@ -37,25 +37,31 @@ class Job(JobDescription):
         """Run what is missing, in processes of its own.
 
         With a loaded model and its tokenizer it runs in this process instead. `ray` is the address of a Ray
-        cluster, or "local" for one that is started here and ends with the run. `on_progress` is called as
-        rows end.
+        cluster, or "local" for one that is started here and ends with the run. `on_progress` is called at the
+        start and as rows end.
         """
-        with contextlib.closing(self._workers(model, tokenizer, ray)) as workers:
-            return JobRun(self).run(workers, on_progress)
+        loaded = self._model(model, tokenizer)
+        if ray is not None and loaded is not None:
+            raise InputError("model", "must be loaded by the workers on Ray", "a model", "leave it out")
+        run = JobRun(self)
+        return run.run(lambda: self._workers(loaded, ray), on_progress, is_loaded=loaded is not None)
 
     def estimate(self, model: Any = None, tokenizer: Any = None) -> JobEstimate:
         """The rows and shards that are missing, and their time by a few rows; nothing is written."""
+        from descant.jobs.job_model import JobModel
+
         return JobRun(self).estimate(self._model(model, tokenizer) or JobModel.load(self))
 
-    def _workers(self, model: Any, tokenizer: Any, ray: str | None) -> JobWorkers:
-        loaded = self._model(model, tokenizer)
+    def _workers(self, loaded: JobModel | None, ray: str | None) -> JobWorkers:
         if ray is not None:
-            if loaded is not None:
-                raise InputError("model", "must be loaded by the workers on Ray", "a model", "leave it out")
             from descant.jobs.ray_workers import RayWorkers  # an extra
 
             return RayWorkers(self, uuid4().hex, ray)
-        return LocalWorker(loaded) if loaded is not None else WorkerPool(self, uuid4().hex)
+        if loaded is None:
+            return WorkerPool(self, uuid4().hex)
+        from descant.jobs.local_worker import LocalWorker
+
+        return LocalWorker(loaded)
 
     def _model(self, model: Any, tokenizer: Any) -> JobModel | None:
         if (model is None) != (tokenizer is None):
@@ -63,4 +69,8 @@ class Job(JobDescription):
             raise InputError(name, "must be given together with the other", None, "give both, or neither")
         if model is not None and self.engine != "descant":
             raise InputError("model", "must be left out with vLLM, which loads its own", "a model")
-        return None if model is None else JobModel(self, model, tokenizer)
+        if model is None:
+            return None
+        from descant.jobs.job_model import JobModel
+
+        return JobModel(self, model, tokenizer)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from descant.jobs.description import JobDescription
-from descant.jobs.row_requests import source_columns
 from descant.jobs.shard_folder import JobManifest, ShardFolder
 from descant.jobs.source import JobSource
 
 __all__ = ["open_sink", "open_source"]
 
 
-def open_source(job: JobDescription) -> JobSource:
-    """The rows of a job; of formats with columns only those that the job uses are read."""
-    needs_all = job.select is not None and job.select.needs_row
-    return JobSource(job.source_files, job.id_column, None if needs_all else source_columns(job))
+def open_source(job: JobDescription, known: bytes | None = None) -> JobSource:
+    """The rows of a job; of formats with columns only those that the job uses are read.
+
+    `known` is the content that the run has scanned; None: it is that of the first reading.
+    """
+    return JobSource(job.source_files, job.id_column, job.source_columns, known)
 
 
 def open_sink(job: JobDescription, manifest: JobManifest) -> ShardFolder:

@@ -22,12 +22,10 @@ from descant.jobs.row_requests import RowRequests
 from descant.jobs.selection import CompletionSelector
 from descant.jobs.shard_folder import ShardFolder
 from descant.jobs.shard_group import GroupReport, ShardGroup, add_counts
-from descant.jobs.source import SourceRow
+from descant.jobs.source import JobSource, SourceRow
 
-__all__ = ["GROUPS_AT_ONCE", "JobWorker", "RowOutcome"]
+__all__ = ["JobWorker", "RowOutcome"]
 
-# The rows of the next group start when the last ones of a group run, so that the engine has always enough.
-GROUPS_AT_ONCE: Final = 2
 _NOT_OF_A_ROW: Final = (EngineClosed, EngineFull, RankError)  # end the run: the row itself may be good
 
 
@@ -85,7 +83,7 @@ class JobWorker:
         self.job: JobDescription = model.job
         self.name = name
         self._model, self._run, self._workers = model, run, workers
-        self._source = open_source(self.job)
+        self._source: JobSource | None = None
         self._places = asyncio.Semaphore(self.job.max_in_flight)
         self._starting = asyncio.Lock()  # one group at a time starts rows
         self._stack = ExitStack()
@@ -107,8 +105,10 @@ class JobWorker:
         self, group: ShardGroup, folder: ShardFolder, on_row: OnRow | None = None
     ) -> GroupReport:
         """Compute what is missing of a group of shards."""
+        if self._source is None:
+            self._source = open_source(self.job, folder.read_source())
         # Others are of a worker that ended before it could report.
-        missing, failed = folder.check_shards(group.shards)
+        missing, failed, _ = folder.check_shards(group.shards)
         rows = sum(len(folder.manifest.rows_of(shard)) for shard in set(group.shards) - set(missing))
         report = GroupReport(group.first, rows, failed, worker=self.name)
         if not missing:
@@ -240,6 +240,7 @@ class _GroupRun:
         size, shards = self._manifest.shard_rows, set(missing)
         start = self._manifest.rows_of(self._group.first).start
         count = self._manifest.rows_of(missing[-1]).stop - start
+        assert self._worker._source is not None
         rows = self._worker._source.rows_at(self._group.position, start, count)
         return (row for row in rows if row.index // size in shards)
 

@@ -8,9 +8,9 @@ from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from descant.jobs.job_model import JobModel
-from descant.jobs.job_worker import GROUPS_AT_ONCE, JobWorker, RowOutcome
+from descant.jobs.job_worker import JobWorker, RowOutcome
 from descant.jobs.shard_folder import ShardFolder
-from descant.jobs.shard_group import ShardGroup
+from descant.jobs.shard_group import GROUPS_AT_ONCE, ShardGroup
 from descant.jobs.workers import RowCounts, WorkerCallbacks
 
 __all__ = ["LocalWorker", "run_coroutine"]

@@ -1,11 +1,9 @@
-"""Shards in Parquet: one schema for all shards of a job, and a checksum of each file in its footer."""
+"""Shards in Parquet: one schema for all shards of a job."""
 
 from __future__ import annotations
 
 import io
 import json
-import re
-import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, ClassVar, Final
 
@@ -25,10 +23,6 @@ COMPLETION_FIELDS: Final = {
 }
 _TEXTS: Final = tuple(name for name, kind in COMPLETION_FIELDS.items() if kind == "string")
 _OPTIONAL: Final = frozenset({"score", "answer", "votes"})
-_KEY: Final = b"descant.shard"
-_NO_CHECKSUM: Final = b"0" * 8
-# In the footer a key is followed by two bytes, the kind and the length of its value.
-_MARK: Final = re.compile(re.escape(_KEY) + rb"..rows=(\d+) crc32=([0-9a-f]{8})", re.DOTALL)
 
 
 class ParquetShards:
@@ -36,7 +30,6 @@ class ParquetShards:
 
     `row` is an integer and `completions` a list of structs. The columns between them are texts: a text is
     itself, another value its JSON, and null stands for no value, so that the schema does not depend on rows.
-    The footer has the number of rows and a checksum of all other bytes under the key `descant.shard`.
     """
 
     suffix: ClassVar[str] = ".parquet"
@@ -65,9 +58,7 @@ class ParquetShards:
         file = io.BytesIO()
         with pyarrow.parquet.ParquetWriter(file, self._schema, compression="zstd") as writer:
             writer.write_table(table, max(1, len(records)))
-            value = b"rows=%d crc32=%s" % (len(records), _NO_CHECKSUM)
-            writer.add_key_value_metadata({_KEY: value})
-        return _with_checksum(file.getvalue())
+        return file.getvalue()
 
     def read(self, path: str) -> Iterator[dict[str, Any]]:
         """The records of a file; fields of completions that are optional and null are left out."""
@@ -76,28 +67,6 @@ class ParquetShards:
             for batch in reader.iter_batches(1024, use_threads=False):
                 for record in batch.to_pylist():
                     yield {**record, "completions": [_present(one) for one in record["completions"]]}
-
-    def count(self, path: str) -> int | None:
-        """The number of rows; None for a file whose bytes are not those that were written."""
-        with open(path, "rb", buffering=0) as file:
-            data = file.readall()
-        mark = _MARK.match(data, max(0, data.rfind(_KEY)))
-        return int(mark[1]) if mark is not None and int(mark[2], 16) == _checksum(data, mark) else None
-
-
-def _with_checksum(data: bytes) -> bytes:
-    """A file with its checksum in place of zeros."""
-    mark = _MARK.match(data, max(0, data.rfind(_KEY)))
-    if mark is None:
-        raise RuntimeError(f"the library wrote a footer without the key {_KEY.decode()}")
-    return data[: mark.start(2)] + b"%08x" % _checksum(data, mark) + data[mark.end(2) :]
-
-
-def _checksum(data: bytes, mark: re.Match[bytes]) -> int:
-    """The checksum of a file in which zeros stand for the checksum."""
-    view = memoryview(data)
-    before = zlib.crc32(_NO_CHECKSUM, zlib.crc32(view[: mark.start(2)]))
-    return zlib.crc32(view[mark.end(2) :], before)
 
 
 def _as_text(value: Any) -> str | None:

@@ -26,10 +26,10 @@ from descant.jobs.description import JobDescription
 from descant.jobs.job_files import open_sink
 from descant.jobs.job_messages import decode_job, decode_manifest, encode_job, encode_manifest
 from descant.jobs.job_model import JobModel
-from descant.jobs.job_worker import GROUPS_AT_ONCE, JobWorker
+from descant.jobs.job_worker import JobWorker
 from descant.jobs.row_position import RowPosition
 from descant.jobs.shard_folder import ShardFolder
-from descant.jobs.shard_group import GroupReport, ShardGroup
+from descant.jobs.shard_group import GROUPS_AT_ONCE, GroupReport, ShardGroup
 from descant.jobs.workers import RowCounts, WorkerCallbacks
 
 __all__ = ["RayWorkers"]

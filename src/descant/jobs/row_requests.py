@@ -17,12 +17,16 @@ from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits
 from descant.engine.request import Request
 from descant.errors import InputError
-from descant.jobs.description import PROMPT_COLUMNS, JobDescription, check_generation_fields
+from descant.jobs.description import (
+    CONFIG_COLUMN,
+    PROMPT_COLUMNS,
+    JobDescription,
+    check_generation_fields,
+)
 from descant.jobs.source import SourceRow, parse_text
 
-__all__ = ["RowRequests", "row_seed", "source_columns"]
+__all__ = ["RowRequests", "row_seed"]
 
-CONFIG_COLUMN: Final = "generation_config"
 _SEED_BYTES: Final = 7  # a seed is a positive number of 63 bits
 
 
@@ -33,17 +37,6 @@ def row_seed(seed: int, row_id: int | str) -> int:
         json.dumps([seed, row_id]).encode(), digest_size=_SEED_BYTES, person=b"descant row"
     )
     return int.from_bytes(digest.digest(), "big")
-
-
-def source_columns(job: JobDescription) -> frozenset[str]:
-    """The columns of the source that a job uses, beside that of the ids."""
-    prompt = PROMPT_COLUMNS if job.template is None else template_columns(job.template)
-    return frozenset((*prompt, CONFIG_COLUMN, *job.override_columns, *job.keep_columns))
-
-
-def template_columns(template: str) -> list[str]:
-    """The columns that a template names."""
-    return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
 
 
 @dataclass(frozen=True)

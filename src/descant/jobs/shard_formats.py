@@ -1,20 +1,16 @@
-"""The formats of shards: how records become the bytes of a file, and how many records a file has."""
+"""The formats of shards: how records become the bytes of a file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, Protocol
-
-import numpy as np
+from typing import Any, ClassVar, Protocol
 
 from descant.api.json_lines import format_line
 
 __all__ = ["JsonLinesShards", "ShardFormat", "ShardRecord"]
 
 ShardRecord = Mapping[str, Any]  # a row's result or its error
-_NEWLINE: Final = ord("\n")
-_CHUNK_BYTES: Final = 2**16  # stays in the processor's caches
 
 
 class ShardFormat(Protocol):
@@ -29,9 +25,6 @@ class ShardFormat(Protocol):
 
     def read(self, path: str) -> Iterator[dict[str, Any]]:
         """The records of a file."""
-
-    def count(self, path: str) -> int | None:
-        """The number of records of a file; None: it is not whole. Raises FileNotFoundError."""
 
 
 class JsonLinesShards:
@@ -48,15 +41,3 @@ class JsonLinesShards:
         with open(path, "rb") as file:
             for line in file:
                 yield json.loads(line)
-
-    def count(self, path: str) -> int | None:
-        """The number of lines; None for zeros, which no line has, and for a last line without its end."""
-        lines, last = 0, b"\n"
-        with open(path, "rb", buffering=0) as file:
-            while data := file.read(_CHUNK_BYTES):
-                if b"\0" in data:
-                    return None
-                # Several times as fast as bytes.count.
-                lines += int(np.count_nonzero(np.frombuffer(data, np.uint8) == _NEWLINE))
-                last = data[-1:]
-        return lines if last == b"\n" else None

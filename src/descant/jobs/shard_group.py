@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from descant.jobs.row_position import RowPosition, RowPositions
 from descant.jobs.shard_folder import JobManifest
 
-__all__ = ["GroupReport", "ShardGroup", "add_counts", "group_shards"]
+__all__ = ["GROUPS_AT_ONCE", "GroupReport", "ShardGroup", "add_counts", "group_shards"]
 
+# The rows of the next group start when the last ones of a group run, so that the engine has always enough.
+GROUPS_AT_ONCE: Final = 2
 _GROUPS_PER_WORKER = 4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import json
 import os
@@ -18,6 +17,7 @@ from descant.jobs.dataset_folder import dataset_files
 from descant.jobs.id_digests import IdDigests, RowId, id_digest
 from descant.jobs.row_file import RowData, RowFile
 from descant.jobs.row_position import RowPosition, RowPositions
+from descant.jobs.source_content import SourceContent, SourceFile
 from descant.jobs.text_files import CsvFile, JsonLinesFile
 
 __all__ = ["SOURCE_FORMATS", "JobSource", "SourceRow", "SourceSummary", "parse_text"]
@@ -39,10 +39,10 @@ class SourceRow:
 
 @dataclass(frozen=True)
 class SourceSummary:
-    """The number of rows of a source, the digest of its files, and where each shard begins."""
+    """The number of rows of a source, its encoded content, and where each shard begins."""
 
     rows: int
-    digest: str
+    content: bytes
     positions: RowPositions
 
 
@@ -50,21 +50,21 @@ class SourceSummary:
 class JobSource:
     """Files of rows, and the column with their ids; None: a row's id is its index.
 
-    A folder that `Dataset.save_to_disk` wrote stands for its files.
+    A folder that `Dataset.save_to_disk` wrote stands for its files. `known` is the content that an earlier
+    scan has found; None: it is that of the first reading. Rows of any other content are an error.
     """
 
     paths: Sequence[str]
     id_column: str | None = None
     columns: Collection[str] | None = None  # that are read of Parquet and Arrow; None: all
+    known: bytes | None = None
 
     def scan(self, shard_rows: int) -> SourceSummary:
-        """Read all files once; raises InputError for ids that are not unique."""
-        digest = hashlib.blake2b(digest_size=16, person=b"descant source")
+        """Read all files; raises InputError for ids that are not unique."""
         positions, ids = RowPositions(), IdDigests()
         rows = next_start = 0
         for number, file in enumerate(self._files):
-            content = hashlib.blake2b(digest_size=32)
-            for block in file.blocks(content, self.id_column):
+            for block in file.blocks(self.id_column):
                 while next_start < rows + block.rows:
                     positions.append(RowPosition(number, block.offset, block.skip + next_start - rows))
                     next_start += shard_rows
@@ -73,39 +73,43 @@ class JobSource:
                     if row_id is not None:
                         ids.add(row_id)
                 rows += block.rows
-            digest.update(file.path.rpartition(".")[2].encode() + content.digest())
         for digests in ids.repeated():
             self._check_ids(digests)
-        return SourceSummary(rows, digest.hexdigest(), positions)
+        return SourceSummary(rows, self._content.encode(), positions)
 
     def rows_at(self, position: RowPosition, index: int, count: int) -> Iterator[SourceRow]:
         """The rows `index` to `index + count`, of which the first is at a position."""
-        found = 0
-        for row in itertools.islice(self._rows(position, index), count):
-            found += 1
-            yield row
-        if found < count:
-            raise InputError("source", "must not change during a run", "fewer rows than before")
+        return itertools.islice(self._rows(position, index), count)
+
+    def check(self) -> None:
+        """Read all files again; raises InputError for one that has changed."""
+        self._content.check(self._find_files())
 
     def __iter__(self) -> Iterator[SourceRow]:
         return self._rows(_START, 0)
 
     @cached_property
-    def _files(self) -> list[RowFile]:
+    def _content(self) -> SourceContent:
+        paths = self._find_files()
+        return SourceContent.read(paths) if self.known is None else SourceContent.decode(self.known, paths)
+
+    def _find_files(self) -> list[str]:
         return [
-            self._open(file)
-            for path in self.paths
-            for file in (dataset_files(path) if os.path.isdir(path) else [path])
+            file for path in self.paths for file in (dataset_files(path) if os.path.isdir(path) else [path])
         ]
 
-    def _open(self, path: str) -> RowFile:
-        if path.endswith(".csv"):
-            return CsvFile(path)
-        if path.endswith(".jsonl"):
-            return JsonLinesFile(path)
+    @cached_property
+    def _files(self) -> list[RowFile]:
+        return [self._open(file) for file in self._content.files]
+
+    def _open(self, file: SourceFile) -> RowFile:
+        if file.path.endswith(".csv"):
+            return CsvFile(file)
+        if file.path.endswith(".jsonl"):
+            return JsonLinesFile(file)
         ids = () if self.id_column is None else (self.id_column,)
         columns = None if self.columns is None else frozenset((*self.columns, *ids))
-        return ParquetFile(path, columns) if path.endswith(".parquet") else ArrowFile(path, columns)
+        return ParquetFile(file, columns) if file.path.endswith(".parquet") else ArrowFile(file, columns)
 
     def _rows(self, position: RowPosition, index: int) -> Iterator[SourceRow]:
         """All rows from a position on."""
@@ -139,7 +143,7 @@ class JobSource:
     def _check_ids(self, digests: Collection[int]) -> None:
         """Raise InputError for two rows of the same id, of which the digest is given."""
         first: dict[RowId, int] = {}
-        for row in dataclasses.replace(self, columns=()):
+        for row in dataclasses.replace(self, columns=(), known=self._content.encode()):
             if row.id is None or id_digest(row.id) not in digests:
                 continue
             if row.id in first:

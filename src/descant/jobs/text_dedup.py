@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from array import array
@@ -23,7 +24,7 @@ DEDUP_MODES: Final = ("exact", "normalized")
 UNIQUE_MANIFEST: Final = "manifest.json"
 MAX_DIGESTS: Final = 32_000_000  # in memory at once, about 50 bytes each while they are sorted
 _DIGEST_BYTES: Final = 16
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ class UniqueShards:
         check_dedup_mode(mode)
         key = hashlib.blake2b(json.dumps([identity, mode]).encode(), digest_size=16).hexdigest()
         names = [path.name for path in self.shards]
-        done = _read_manifest(self.folder, key)
-        if done is not None and all((self.folder / name).exists() for name in names):
+        done = _read_manifest(self.folder, key, self._digest(names))
+        if done is not None:
             return done
         self.folder.mkdir(parents=True, exist_ok=True)
         # Until the last file is written, the folder does not say that it is complete.
@@ -113,13 +114,27 @@ class UniqueShards:
             if path.name not in names:  # of an earlier job
                 path.unlink()
         counts = DedupCounts(rows, unique.count())
-        manifest = {"format": _FORMAT, "key": key, "mode": mode, **asdict(counts)}
+        manifest = {
+            "format": _FORMAT,
+            "key": key,
+            "mode": mode,
+            **asdict(counts),
+            "digest": self._digest(names),
+        }
         write_bytes(self.folder / UNIQUE_MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
         return counts
 
     def _records(self) -> Iterator[dict[str, Any]]:
         for path in self.shards:
             yield from self.shard_format.read(str(path))
+
+    def _digest(self, names: Sequence[str]) -> str:
+        """The digest of the files that were written; of one that is gone it is another."""
+        found = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), open(self.folder / name, "rb") as file:
+                found.update(hashlib.file_digest(file, "blake2b").digest())
+        return found.hexdigest()
 
     def _write_kept(self, path: Path, unique: UniqueRows, start: int) -> int:
         """Copy the kept rows of a shard, whose first has the position `start`; returns the number of rows."""
@@ -192,13 +207,14 @@ def _digest(text: str, mode: str) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, person=b"descant dedup").digest()
 
 
-def _read_manifest(folder: Path, key: str) -> DedupCounts | None:
+def _read_manifest(folder: Path, key: str, digest: str) -> DedupCounts | None:
     """The counts of a folder that is complete; None: it is not, or belongs to something else."""
     try:
         found: Any = json.loads((folder / UNIQUE_MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or (found.get("format"), found.get("key")) != (_FORMAT, key):
+    wanted = {"format": _FORMAT, "key": key, "digest": digest}
+    if not isinstance(found, dict) or any(found.get(name) != value for name, value in wanted.items()):
         return None
     rows, unique = found.get("rows"), found.get("unique")
     return DedupCounts(rows, unique) if isinstance(rows, int) and isinstance(unique, int) else None

@@ -12,7 +12,8 @@ from typing import BinaryIO, ClassVar, NamedTuple
 
 from descant.api.json_lines import parse_line
 from descant.errors import InputError
-from descant.jobs.row_file import ContentDigest, RowBlock, RowData, open_file, open_hashed
+from descant.jobs.row_file import RowBlock, RowData
+from descant.jobs.source_content import SourceFile
 
 __all__ = ["CsvFile", "JsonLinesFile"]
 
@@ -21,13 +22,13 @@ __all__ = ["CsvFile", "JsonLinesFile"]
 class JsonLinesFile:
     """A JSON object in each line; blank lines do not count."""
 
-    path: str
+    file: SourceFile
     is_text: ClassVar[bool] = False
 
-    def blocks(self, digest: ContentDigest, id_column: str | None) -> Iterator[RowBlock]:
+    def blocks(self, id_column: str | None) -> Iterator[RowBlock]:
         """Each line that is not blank."""
         offset = 0
-        with open_hashed(self.path, digest) as file:
+        with self.file.open() as file:
             for line in file:
                 if line.strip():
                     yield RowBlock(offset, 1, () if id_column is None else (_parse_json(line),))
@@ -35,7 +36,7 @@ class JsonLinesFile:
 
     def rows_from(self, offset: int, skip: int) -> Iterator[RowData]:
         """The rows from an offset in bytes on."""
-        with open_file(self.path) as file:
+        with self.file.open() as file:
             file.seek(offset)
             for line in itertools.islice((line for line in file if line.strip()), skip, None):
                 yield _parse_json(line)
@@ -74,13 +75,13 @@ class _CountedLines:
 class CsvFile:
     """Fields by the names of a header; blank lines do not count."""
 
-    path: str
+    file: SourceFile
     is_text: ClassVar[bool] = True
 
-    def blocks(self, digest: ContentDigest, id_column: str | None) -> Iterator[RowBlock]:
+    def blocks(self, id_column: str | None) -> Iterator[RowBlock]:
         """Each row, which may span lines."""
         header = self._read_header()
-        with open_hashed(self.path, digest) as file, _decode(file) as text:
+        with self.file.open() as file, _decode(file) as text:
             file.read(header.end)
             for offset, data in _csv_rows(text, header.names, header.end):
                 yield RowBlock(offset, 1, () if id_column is None else (data,))
@@ -89,22 +90,24 @@ class CsvFile:
         """The rows from an offset in bytes on."""
         header = self._read_header()
         start = max(offset, header.end)
-        with open_file(self.path) as file, _decode(file) as text:
+        with self.file.open() as file, _decode(file) as text:
             file.seek(start)
             for _, data in itertools.islice(_csv_rows(text, header.names, start), skip, None):
                 yield data
 
     def _read_header(self) -> CsvHeader:
-        with open_file(self.path) as file, _decode(file) as text:
+        with self.file.open() as file, _decode(file) as text:
             start = len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
             file.seek(start)
             lines = _CountedLines(text, start)
             try:
                 names = next(csv.reader(lines, strict=True), [])
             except csv.Error as error:
-                raise InputError("source", f"must be CSV with a header ({error})", self.path) from None
+                raise InputError("source", f"must be CSV with a header ({error})", self.file.path) from None
         if not names or len(set(names)) < len(names):
-            raise InputError("source", "must have a header of different names", names, f"see {self.path}")
+            raise InputError(
+                "source", "must have a header of different names", names, f"see {self.file.path}"
+            )
         return CsvHeader(names, lines.offset)
 
 

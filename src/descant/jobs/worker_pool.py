@@ -14,14 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
-
 from descant.errors import WorkerFailed
 from descant.jobs.description import JobDescription
 from descant.jobs.job_messages import encode_group, encode_job, encode_manifest
-from descant.jobs.job_worker import GROUPS_AT_ONCE
 from descant.jobs.shard_folder import ShardFolder
-from descant.jobs.shard_group import GroupReport, ShardGroup
+from descant.jobs.shard_group import GROUPS_AT_ONCE, GroupReport, ShardGroup
 from descant.jobs.workers import RowCounts, WorkerCallbacks
 
 __all__ = ["WorkerPool"]
@@ -83,7 +80,7 @@ class WorkerPool:
 
     def run(self, groups: Iterator[ShardGroup], folder: ShardFolder, callbacks: WorkerCallbacks) -> None:
         """Run all groups."""
-        manifest = encode_manifest(folder.manifest)
+        manifest, self._digest = encode_manifest(folder.manifest), folder.manifest.job
         waiting: deque[ShardGroup] = deque()
         for worker in self._workers:
             worker.send(manifest=manifest)
@@ -155,6 +152,8 @@ class WorkerPool:
         """The variable that shows a worker the GPU of its slot, where workers share several."""
         if self._job.device != "cuda" or self._job.workers == 1:
             return {}
+        import torch  # the process that starts the workers needs it for nothing else
+
         named = os.environ.get("CUDA_VISIBLE_DEVICES")
         gpus = named.split(",") if named else [str(gpu) for gpu in range(torch.cuda.device_count())]
         return {"CUDA_VISIBLE_DEVICES": gpus[slot % len(gpus)]} if gpus else {}

@@ -39,7 +39,8 @@ def test_limits_do_not_change_a_byte(make_job, loaded, contents, tmp_path) -> No
         assert result.tokens > 23
         folders.append(contents(job.sink))
     assert folders[0] == folders[1] == folders[2]
-    assert sorted(folders[0]) == ["manifest.json", *(f"shard-0000{shard}.jsonl" for shard in range(3))]
+    names = ["manifest.json", "manifest.shards", "manifest.source"]
+    assert sorted(folders[0]) == [*names, *(f"shard-0000{shard}.jsonl" for shard in range(3))]
     assert all_rows(job.sink) == list(range(23))
 
 
@@ -76,7 +77,7 @@ def test_a_resume_computes_only_what_is_missing(make_job, loaded, contents) -> N
     result = job.run(*loaded, on_progress=seen.append)
     assert (result.computed_rows, result.rows) == (10, 23)
     assert contents(job.sink) == whole
-    assert [one.finished for one in seen] == list(range(14, 24))
+    assert [one.finished for one in seen] == list(range(13, 24))
     assert seen[-1].seconds_left == 0
     assert seen[-1].tokens_per_second > 0
     assert job.run(*loaded).computed_rows == 0
@@ -196,7 +197,7 @@ def test_a_closed_engine_ends_the_run_and_blames_no_row(make_job, loaded, monkey
         patch.setattr(AsyncEngine, "generate", refuse)
         with pytest.raises(EngineClosed):
             job.run(*loaded)
-    assert list(contents(job.sink)) == ["manifest.json"]
+    assert sorted(contents(job.sink)) == ["manifest.json", "manifest.source"]
     assert job.run(*loaded).failed == 0
 
 
@@ -209,7 +210,7 @@ def test_a_full_disk_leaves_no_torn_shard(make_job, loaded, monkeypatch, content
     def fill(file: Any) -> None:
         nonlocal count
         count += 1
-        if count > 2:  # the manifest and one shard fit
+        if count > 3:  # the manifest, the digests of the source and one shard fit
             os.ftruncate(file.fileno(), 5)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         flush(file)
@@ -219,8 +220,10 @@ def test_a_full_disk_leaves_no_torn_shard(make_job, loaded, monkeypatch, content
         with pytest.raises(OSError, match="No space left"):
             job.run(*loaded)
     left, whole = contents(job.sink), contents(expected.sink)
-    assert len(left) == 2
+    noted = left.pop("manifest.shards")  # also of the shard that did not fit
+    assert len(left) == 3
     assert left.items() <= whole.items()
+    assert all(noted[at] in (0, byte) for at, byte in enumerate(whole["manifest.shards"][: len(noted)]))
     job.run(*loaded)
     assert contents(job.sink) == whole
 
@@ -261,7 +264,7 @@ def test_the_rows_of_an_estimate_are_numbered_among_the_missing_ones() -> None:
 def test_an_empty_source_is_a_job_without_shards(make_job, loaded, contents) -> None:
     job = make_job([])
     assert (job.run(*loaded).shards, job.estimate(*loaded).rows) == (0, 0)
-    assert list(contents(job.sink)) == ["manifest.json"]
+    assert sorted(contents(job.sink)) == ["manifest.json", "manifest.source"]
 
 
 def test_it_runs_where_an_event_loop_is_running(make_job, loaded) -> None:

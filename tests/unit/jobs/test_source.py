@@ -37,7 +37,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
     for path, text in zip(paths, ("{}\n", "{}\n", "{} \n"), strict=True):
         path.write_text(text)
-    one, same, other = (JobSource([str(path)]).scan(10).digest for path in paths)
+    one, same, other = (JobSource([str(path)]).scan(10).content for path in paths)
     assert one == same != other
 
 
