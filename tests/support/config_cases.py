@@ -75,7 +75,7 @@ CASES = {
     "processor_order": ([["top_p", "temperature"], ("custom",)], [[], "top_p", ["a", "a"], [1], [""]]),
     "prefix_allowed_tokens_fn": ([max, min], [3, "max", [max]]),
     "temperature": ([0, 0.0, *SCALES[0]], SCALES[1][1:]),
-    "max_time": ([0.5, 3], [0, -1.0, float("inf"), "1", True]),
+    "max_time": ([0, 0.5, 3], [-1.0, float("inf"), "1", True]),
     "length_penalty": ([-1, 0, 2.5], [51, -51, float("nan"), "1", True, int]),
     **dict.fromkeys(
         ("diversity_penalty", "dry_multiplier", "dynamic_temperature_range"),
@@ -102,7 +102,9 @@ CASES = {
         [{(1, 2): -1.0, (3,): 2}, [[[1, 2], -1.0]], {"(1, 2)": 0.5, "(3,)": 1}],
         [{}, [], {(): 1.0}, {(1,): float("nan")}, {1: 2.0}, {("a",): 1.0}, [[1]], [[[1], 1], [[1], 2]], 3],
     ),
-    **dict.fromkeys(("cache_config", "watermarking_config", "compile_config", "generation_kwargs"), DICTS),
+    **dict.fromkeys(("cache_config", "generation_kwargs"), DICTS),
+    "watermarking_config": ([{"bias": 1.5}, {"keys": [7], "ngram_len": 2}, {"key": 3}], DICTS[1][:-1]),
+    "compile_config": ([{}, {"backend": "eager", "options": {"list": [1]}}], DICTS[1][:-1]),
     "constraint_gap": SIZES,
     "constraints": (
         [[PhrasalConstraint([5])], (PhrasalConstraint([5, 6]), DisjunctiveConstraint([[5], [6, 7]]))],

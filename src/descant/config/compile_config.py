@@ -15,7 +15,7 @@ _FIELD: Final = "compile_config"
 _DEFAULT_MODE: Final = "reduce-overhead"
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class CompileConfig:
     """The arguments of `torch.compile` for the decode step.
 
@@ -50,11 +50,15 @@ class CompileConfig:
         except TypeError:
             raise ConfigError(_FIELD, "must have plain values as `options`", self.options) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) or name not in type(self).__dataclass_fields__:
+            vars(self).update(vars(self.of({**vars(self), name: value})))
+        else:
+            object.__setattr__(self, name, value)  # the first time, by the constructor
+
     @classmethod
-    def of(cls, given: CompileConfig | Mapping[str, Any]) -> CompileConfig:
-        """The config given as an object or a dict."""
-        if isinstance(given, CompileConfig):
-            return given
+    def of(cls, given: Mapping[str, Any]) -> CompileConfig:
+        """The config with these settings."""
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise ConfigError(_FIELD, f"must have only {', '.join(sorted(known))}", unknown)

@@ -9,7 +9,7 @@ from descant.config.fields import freeze
 from descant.config.registry import FIELDS
 from descant.errors import ConfigError, InputError
 
-__all__ = ["LEGACY_FIELDS", "SPECIAL_TOKEN_FIELDS", "as_mapping", "parse_entries"]
+__all__ = ["LEGACY_FIELDS", "SPECIAL_TOKEN_FIELDS", "as_mapping", "freeze_extra", "parse_entries"]
 
 _IGNORED_KEYS: Final = frozenset({"transformers_version"})
 SPECIAL_TOKEN_FIELDS: Final = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -35,7 +35,7 @@ def parse_entries(data: Mapping[str, Any], skip: Set[str]) -> tuple[dict[str, An
             continue
         field = FIELDS.get(name)
         if field is None:
-            extra[name] = _freeze_extra(name, value)
+            extra[name] = freeze_extra(name, value)
             continue
         if name in SPECIAL_TOKEN_FIELDS and isinstance(value, int) and value == -1:
             continue  # old files write -1 for "no such token"
@@ -45,7 +45,8 @@ def parse_entries(data: Mapping[str, Any], skip: Set[str]) -> tuple[dict[str, An
     return values, extra
 
 
-def _freeze_extra(name: str, value: Any) -> Any:
+def freeze_extra(name: str, value: Any) -> Any:
+    """The stored form of an entry that is no field."""
     try:
         frozen = freeze(value)
         hash(frozen)

@@ -19,8 +19,8 @@ def format_config(values: Mapping[str, Any]) -> str:
 
 
 def _to_json(value: Any, keep_order: bool) -> Any:
-    if isinstance(value, RedactedMap):
-        value = value.without_secrets()
+    if hasattr(value, "to_dict"):  # a documented class of settings
+        value = RedactedMap(value.to_dict()).without_secrets()
     if isinstance(value, Mapping):
         items = {
             key if isinstance(key, str) else str(key): _to_json(item, keep_order)

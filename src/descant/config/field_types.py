@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
-from descant.config.fields import FieldType, FieldValueError, FrozenMap, RedactedMap, freeze
+from descant.config.fields import FieldType, FieldValueError, FrozenMap, freeze
 from descant.config.limits import MAX_TEXT_BYTES, MAX_TEXTS, texts_problem
 
 __all__ = [
@@ -362,21 +362,19 @@ def sequence_biases() -> FieldType:
     return FieldType("dict[tuple[int, ...], float]", expected, parse)
 
 
-def settings(map_type: type[FrozenMap] = FrozenMap) -> FieldType:
-    """A dict of settings, or an object that converts to one (`to_dict` or a dataclass)."""
+def settings(make: Callable[[Mapping[str, Any]], Any] = FrozenMap, is_secret: bool = False) -> FieldType:
+    """A dict of settings, or an object that converts to one; `make` is the class that they read as."""
 
-    def parse(value: Any) -> FrozenMap:
+    def parse(value: Any) -> Any:
         if callable(getattr(value, "to_dict", None)):
             value = value.to_dict()
         elif is_dataclass(value):
             value = {item.name: getattr(value, item.name) for item in fields(value)}
         _require(isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
-        frozen = freeze({name: item for name, item in value.items() if not name.startswith("_")})
-        hash(frozen)  # a config is hashable, so its values must be
-        assert isinstance(frozen, FrozenMap)
-        return map_type(frozen)
+        made = make(freeze({name: item for name, item in value.items() if not name.startswith("_")}))
+        hash(made)  # a config is hashable, so its values must be
+        return made
 
-    is_secret = issubclass(map_type, RedactedMap)
     return FieldType("dict", "a dict with string keys and plain values", parse, is_secret)
 
 

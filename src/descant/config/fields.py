@@ -86,7 +86,7 @@ def thaw(value: Any) -> Any:
         return [thaw(item) for item in value]
     if isinstance(value, Mapping):
         return {key: thaw(item) for key, item in value.items()}
-    return value
+    return thaw(value.to_dict()) if hasattr(value, "to_dict") else value  # a documented class of settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,8 @@ class Field:
         """The stored form of a value that is not None."""
         try:
             return self.kind.parse(value)
+        except ConfigError:
+            raise
         except FieldValueError as error:
             raise ConfigError(self.name, f"must be {error}", self._shown(value)) from None
         except Exception:  # arrays and user objects may raise anything

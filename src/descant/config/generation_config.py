@@ -1,4 +1,4 @@
-"""GenerationConfig: the decoding parameters of a call, frozen and validated.
+"""GenerationConfig: the decoding parameters of a call, validated whenever they are set.
 
 Rules:
 
@@ -12,9 +12,10 @@ Rules:
   In a file, null means absent.
 - An unknown name is an error in code. In a file it is stored in `extra` and written back.
 - A file may be in a local folder or in a repository on the Hub, under any name.
-- Sequences read as tuples and dicts as read-only mappings, so that a config is hashable.
-- Attributes cannot be set. `replace` returns a changed copy; `update`, as documented, changes a config in
-  place. Calls and requests work on merged copies, so an update does not affect what is running.
+- Sequences read as tuples, dicts as read-only mappings, and the settings of watermarks, caches and
+  compilation as their documented classes, so that a config is hashable.
+- `replace` returns a changed copy. Setting an attribute and `update` change a config in place; its hash
+  changes with its values. Calls and requests work on merged copies, so a change does not affect what runs.
 """
 
 from __future__ import annotations
@@ -22,11 +23,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from copy import copy
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, overload
 
 from descant.config import hub
-from descant.config.config_entries import LEGACY_FIELDS, SPECIAL_TOKEN_FIELDS, as_mapping, parse_entries
+from descant.config.cache_config import CacheConfig
+from descant.config.config_entries import (
+    LEGACY_FIELDS,
+    SPECIAL_TOKEN_FIELDS,
+    as_mapping,
+    freeze_extra,
+    parse_entries,
+)
 from descant.config.config_files import (
     LEGACY_FILE_NAME,
     load_from_folder,
@@ -68,8 +77,11 @@ __all__ = [
 ]
 
 
+_SETTINGS_FIELDS: Final = frozenset({"watermarking_config", "cache_config", "compile_config"})
+
+
 class GenerationConfig(Parameters):
-    """How to decode: one read-only attribute for each generation parameter, see `FIELDS`."""
+    """How to decode: one attribute for each generation parameter, see `FIELDS`."""
 
     __slots__ = ()
 
@@ -121,21 +133,40 @@ class GenerationConfig(Parameters):
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed; the changed fields count as given."""
+        return self._make(*self._changed(changes), self._extra)
+
+    def _changed(self, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+        """The values, and their sources, after some changes."""
         new = parse_fields(changes)
         validate_supported(new)
         values = {**{name: value for name, value in self._values.items() if name not in changes}, **new}
         validate_consistency(values)
-        sources = {name: level for name, level in self._sources.items() if name not in changes}
-        return self._make(values, sources, self._extra)
+        return values, {name: level for name, level in self._sources.items() if name not in changes}
 
     def update(self, **kwargs: Any) -> dict[str, Any]:
-        """Change fields in place and return the arguments that are not fields, as documented.
+        """Change fields, and entries of `extra`, in place; returns the arguments that are neither.
 
-        All changes are made or, after an error, none. The hash of a config changes with its values.
+        All changes are made or, after an error, none.
         """
-        changed = self.replace(**{name: value for name, value in kwargs.items() if name in FIELDS})
-        self._set_state(changed._values, changed._sources, changed._extra, changed._unused)
-        return {name: value for name, value in kwargs.items() if name not in FIELDS}
+        changed = self._changed({name: value for name, value in kwargs.items() if name in FIELDS})
+        entries = {name: freeze_extra(name, value) for name, value in kwargs.items() if name in self._extra}
+        self._set_state(*changed, FrozenMap({**self._extra, **entries}))
+        return {name: value for name, value in kwargs.items() if name not in FIELDS and name not in entries}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.update(**{name: value}):
+            raise unknown_field_error(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError(f"`{name}` must not be deleted: set it to None to switch it off")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """An entry of `extra`."""
+            if name.startswith("_") or name not in self._extra:
+                raise AttributeError(f"a {type(self).__name__} has no attribute {name!r}")
+            return self._extra[name]
 
     def only_special_tokens(self) -> Self:
         """A copy with the special tokens alone: all that a model fills in with `use_model_defaults=False`."""
@@ -187,6 +218,8 @@ class GenerationConfig(Parameters):
         unused: FrozenMap | None = None,
     ) -> Self:
         config = cls.__new__(cls)
+        for name in _SETTINGS_FIELDS & values.keys():  # their objects can be changed in place
+            values[name] = copy(values[name])
         config._set_state(values, sources, FrozenMap(extra), unused or FrozenMap())
         return config
 
@@ -285,9 +318,8 @@ class GenerationConfig(Parameters):
     def to_diff_dict(self) -> dict[str, Any]:
         """Only the fields that differ from their default, to be shown: a watermark key is hidden."""
         shown = {name: one for name, one in self._given_as_json().items() if self._differs_from_default(name)}
-        settings = self.watermarking_config
-        if isinstance(settings, RedactedMap):
-            shown["watermarking_config"] = thaw(settings.without_secrets())
+        if "watermarking_config" in shown:
+            shown["watermarking_config"] = RedactedMap(shown["watermarking_config"]).without_secrets()
         return shown
 
     def to_json_string(self) -> str:
@@ -365,6 +397,8 @@ class GenerationConfig(Parameters):
             plain["sequence_bias"] = [[list(ids), bias] for ids, bias in sorted(self.sequence_bias.items())]
         if self.logit_bias is not None:  # JSON keys are strings
             plain["logit_bias"] = {str(token): bias for token, bias in sorted(self.logit_bias.items())}
+        if isinstance(self.cache_config, CacheConfig):  # nor dtypes and devices
+            plain["cache_config"] = json.loads(self.cache_config.to_json_string())
         return plain
 
     def _differs_from_default(self, name: str) -> bool:

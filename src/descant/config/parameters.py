@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from descant.config import field_types as types
-from descant.config.fields import FrozenMap, NoOffValue, RedactedMap, field
+from descant.config.cache_config import CacheConfig, as_cache_config
+from descant.config.compile_config import CompileConfig
+from descant.config.fields import FrozenMap, NoOffValue, field
 from descant.config.grammar_spec import grammar_spec
 from descant.config.limits import MAX_PHRASE_BYTES, MAX_PHRASES, MAX_STOP_TOKENS
-from descant.config.storage import FrozenParameters
+from descant.config.storage import StoredParameters
+from descant.config.watermarking_config import BaseWatermarkingConfig, as_watermarking_config
 
 __all__ = ["CACHE_IMPLEMENTATIONS", "DEFAULT_NEW_TOKENS", "GROUPS", "STEP_OUTPUT_FIELDS", "Parameters"]
 
@@ -30,7 +33,7 @@ CACHE_IMPLEMENTATIONS: Final = (
 
 
 # fmt: off
-class Parameters(FrozenParameters):
+class Parameters(StoredParameters):
     """Every generation parameter, its default and its meaning. Sequences read as tuples."""
 
     __slots__ = ()
@@ -50,7 +53,7 @@ class Parameters(FrozenParameters):
         doc="Minimum number of new tokens before an end token; overrides `min_length` of the same or a lower "
         "level.")
     max_time: float | None = field(
-        default=None, kind=types.real(0.0, open_low=True), group="length",
+        default=None, kind=types.real(0.0), group="length",
         doc="Seconds after which no further step starts.")
     stop_strings: str | Sequence[str] | None = field(
         default=None, kind=types.strings(), group="length",
@@ -357,8 +360,8 @@ class Parameters(FrozenParameters):
         doc="Target tokens encoded again to align two different tokenizers.")
 
     # -- watermark
-    watermarking_config: Mapping[str, Any] | None = field(
-        default=None, kind=types.settings(RedactedMap), group="watermark",
+    watermarking_config: BaseWatermarkingConfig | Mapping[str, Any] | None = field(
+        default=None, kind=types.settings(as_watermarking_config, is_secret=True), group="watermark",
         doc="Settings of the watermark: green list, SynthID or Gumbel.")
 
     # -- cache and speed
@@ -368,8 +371,8 @@ class Parameters(FrozenParameters):
     cache_implementation: str | None = field(
         default=None, kind=types.choice(*CACHE_IMPLEMENTATIONS), group="cache",
         doc="Name of the cache; chosen by the model if unset.")
-    cache_config: Mapping[str, Any] | None = field(
-        default=None, kind=types.settings(), group="cache",
+    cache_config: CacheConfig | Mapping[str, Any] | None = field(
+        default=None, kind=types.settings(as_cache_config), group="cache",
         doc="Settings of the cache.")
     return_legacy_cache: bool | None = field(
         default=None, kind=types.flag(), group="cache",
@@ -377,8 +380,8 @@ class Parameters(FrozenParameters):
     prefill_chunk_size: int | None = field(
         default=None, kind=types.integer(1), group="cache",
         doc="Chunk size of the prefill, in tokens.")
-    compile_config: Mapping[str, Any] | None = field(
-        default=None, kind=types.settings(), group="cache",
+    compile_config: CompileConfig | Mapping[str, Any] | None = field(
+        default=None, kind=types.settings(CompileConfig.of), group="cache",
         doc="Settings for compiling the model's forward.")
     disable_compile: bool = field(
         default=False, kind=types.flag(), group="cache",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
 from typing import Any, Final, dataclass_transform
 
 from descant.config.fields import FrozenMap, field
 
-__all__ = ["FrozenParameters"]
+__all__ = ["StoredParameters"]
 
 EMPTY_MAP: Final = FrozenMap()
 
@@ -22,9 +21,9 @@ class ParameterStorage:
     _unused: FrozenMap
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
-class FrozenParameters(ParameterStorage):
-    """Base of `Parameters`; type checkers see the declared fields as keyword-only and read-only."""
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+class StoredParameters(ParameterStorage):
+    """Base of `Parameters`; type checkers see the declared fields as keyword-only."""
 
     __slots__ = ()
 
@@ -50,9 +49,3 @@ class FrozenParameters(ParameterStorage):
         object.__setattr__(self, "_sources", sources)
         object.__setattr__(self, "_extra", extra)
         object.__setattr__(self, "_unused", unused)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise FrozenInstanceError(f"`{name}` cannot be set: a config is frozen, use replace({name}=...)")
-
-    def __delattr__(self, name: str) -> None:
-        raise FrozenInstanceError(f"`{name}` cannot be deleted: a config is frozen")

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from descant.config.cache_config import QuantizedCacheConfig
 from descant.config.compile_config import CompileConfig
 from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import Model, ModelTraits, RowCache
@@ -24,7 +25,6 @@ from descant.kv_cache.static import StaticStore
 from descant.kv_cache.window import WindowStore
 from descant.models.compiled_step import uncompilable_reason
 from descant.models.fast_paths import unshareable_reason
-from descant.models.hf_caches.configs import QuantizedCacheConfig
 from descant.models.rope import rope_of_model
 
 __all__ = [
@@ -71,9 +71,10 @@ class CacheRequest(NamedTuple):
 
     def settings(self, **known: Any) -> dict[str, Any]:
         """The config's `cache_config` with these defaults; raises for a name without a default."""
-        given = dict(self.config.cache_config or {})
+        config = self.config.cache_config
+        given = dict(config or {})
         # The configs of transformers 4 name their cache among the settings.
-        named = given.pop(CACHE_FIELD, None)
+        named = given.pop(CACHE_FIELD, getattr(config, CACHE_FIELD, None))
         if named not in (None, self.config.cache_implementation):
             must = f"must be for the cache that `{CACHE_FIELD}` names, {self.config.cache_implementation!r}"
             raise ConfigError("cache_config", must, named)
@@ -194,7 +195,8 @@ def _compile_config(request: CacheRequest) -> CompileConfig | None:
     if config.compile_config is not None and (reason is None or config.source("compile_config") != "model"):
         if reason is not None:
             raise UnsupportedModel(f"{reason}: leave out compile_config")
-        return CompileConfig.of(config.compile_config)
+        assert isinstance(config.compile_config, CompileConfig)
+        return config.compile_config
     return CompileConfig() if request.model.device.type == "cuda" and reason is None else None
 
 
@@ -281,7 +283,7 @@ def cache_key(config: GenerationConfig, traits: ModelTraits) -> CacheKey | None:
     has_one_cache = traits.needs_own_cache or traits.cache_type != "kv"
     if name is None or has_one_cache or config.source(CACHE_FIELD) == "model":
         return None
-    settings = sorted((config.cache_config or {}).items())
+    settings = sorted(dict(config.cache_config or {}).items())
     if name == "static":
         settings += [("compile", (config.compile_config, config.disable_compile))]
     return CacheKey(name, repr(settings) if settings else ())

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from descant.config.cache_config import QUANTIZED_BACKENDS
 from descant.errors import ConfigError, MissingExtra
 
 __all__ = ["BACKENDS", "HQQ", "GroupCodec", "QuantizedTensor", "Quantizer", "Quanto", "build_quantizer"]
@@ -98,8 +99,7 @@ class Quanto(Quantizer):
 
     extra = "quanto"
     module = "optimum.quanto"
-    supported_nbits = (2, 4)
-    axis_over_positions: ClassVar[Mapping[int, bool]] = {0: False, -1: True}
+    supported_nbits, axis_over_positions = QUANTIZED_BACKENDS[extra]
 
     def quantize_groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of values [G, g], float32."""
@@ -118,8 +118,7 @@ class HQQ(Quantizer):
 
     extra = "hqq"
     module = "hqq.core.quantize"
-    supported_nbits = (1, 2, 3, 4, 8)
-    axis_over_positions: ClassVar[Mapping[int, bool]] = {0: True, 1: False}
+    supported_nbits, axis_over_positions = QUANTIZED_BACKENDS[extra]
 
     def quantize_groups(self, content: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [G, g], scales [G, 1] and offsets [G, 1] of groups of values [G, g], float32."""

@@ -1,14 +1,26 @@
 """One generation parameter at a time: accepted values, rejected values, and the error texts."""
 
+import copy
+import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
+from descant.config.cache_config import QuantizedCacheConfig, StaticCacheConfig
+from descant.config.compile_config import CompileConfig
 from descant.config.fields import FrozenMap
 from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.config.watermarking_config import (
+    BaseWatermarkingConfig,
+    GumbelWatermarkingConfig,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 from descant.errors import ConfigError, format_value
 from tests.support.config_cases import CASES, EVERY_MISTAKE, EVERY_VALUE, made
+
+SETTINGS = BaseWatermarkingConfig | CompileConfig
 
 
 def test_the_cases_cover_every_field():
@@ -21,7 +33,7 @@ def test_a_good_value_is_kept_in_one_plain_hashable_form(name, value):
     config = made(name, value)
     kept = getattr(config, name)
     assert config.given == {name}
-    assert isinstance(kept, bool | int | float | str | tuple | FrozenMap) or callable(kept)
+    assert isinstance(kept, bool | int | float | str | tuple | FrozenMap | SETTINGS) or callable(kept)
     hash(config)
     assert made(name, kept) == config
     if FIELDS[name].type == "float":
@@ -60,12 +72,52 @@ def test_sequences_read_as_tuples_and_dicts_as_read_only_mappings():
 def test_settings_may_be_objects():
     @dataclass
     class Plain:
-        bias: float = 2.0
+        bias: float = 2.5
         _private: int = 1
 
-    spoken = SimpleNamespace(to_dict=lambda: {"bias": 2.0})
+    spoken = SimpleNamespace(to_dict=lambda: {"bias": 2.5})
     assert made("watermarking_config", Plain()) == made("watermarking_config", spoken)
-    assert made("watermarking_config", Plain()).watermarking_config == {"bias": 2.0}
+    assert made("watermarking_config", Plain()).watermarking_config == WatermarkingConfig(bias=2.5)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "name", "value"),
+    [
+        ("watermarking_config", WatermarkingConfig(bias=1.5), "bias", 3.0),
+        ("watermarking_config", SynthIDTextWatermarkingConfig(5, [3, 1]), "keys", (4,)),
+        ("watermarking_config", GumbelWatermarkingConfig(3), "nonce", 2),
+        ("compile_config", CompileConfig(dynamic=True), "fullgraph", False),
+        ("cache_config", QuantizedCacheConfig(nbits=2, compute_dtype="bfloat16"), "nbits", 4),
+        ("cache_config", StaticCacheConfig(1, 20), "batch_size", 2),
+    ],
+)
+def test_settings_read_as_their_class_and_a_change_of_them_is_the_configs_own(field, given, name, value):
+    config = GenerationConfig(**{field: given})
+    twin = GenerationConfig.from_dict(json.loads(config.to_json_string()))
+    merged = GenerationConfig.merge({"cache_implementation": "static"}, config)
+    assert getattr(config, field) == getattr(twin, field) == getattr(merged, field) == given
+    assert type(getattr(config, field)) is type(getattr(twin, field)) is type(given)
+    setattr(getattr(config, field), name, value)
+    assert getattr(getattr(config, field), name) == value
+    assert getattr(merged, field) == given
+    assert config != twin
+    assert config == config.replace(**{field: getattr(config, field)})
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (WatermarkingConfig(), "context_width"),
+        (CompileConfig(), "backend"),
+        (GumbelWatermarkingConfig(3), "key"),
+    ],
+)
+def test_an_attribute_of_settings_is_checked_when_it_is_set(settings, name):
+    before = copy.copy(settings)
+    for wrong in (name, "no_such_setting"):
+        with pytest.raises(ConfigError):
+            setattr(settings, wrong, -1)
+    assert settings == before
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_name():
@@ -98,7 +150,7 @@ def test_none_in_code_switches_a_field_off():
 
 def test_a_key_is_kept_and_not_shown():
     config = made("watermarking_config", {"hashing_key": 424242, "bias": 1.0})
-    assert config.watermarking_config == {"hashing_key": 424242, "bias": 1.0}
+    assert config.watermarking_config == WatermarkingConfig(hashing_key=424242, bias=1.0)
     assert config.to_dict()["watermarking_config"]["hashing_key"] == 424242
     assert "424242" not in repr(config) + config.explain()
     assert '"bias": 1.0' in repr(config)

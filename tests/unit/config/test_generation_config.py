@@ -4,7 +4,6 @@ import copy
 import json
 import pickle
 import shutil
-from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,12 +111,8 @@ def test_a_method_that_is_not_built_is_refused_in_code_and_its_neutral_value_is_
 # -- the config as a value
 
 
-def test_it_is_frozen_keyword_only_and_replaceable():
+def test_it_is_keyword_only_and_replaceable():
     config = GenerationConfig(num_beams=4)
-    with pytest.raises(FrozenInstanceError, match=r"replace\(num_beams=\.\.\.\)"):
-        config.num_beams = 2
-    with pytest.raises(FrozenInstanceError):
-        del config.num_beams
     with pytest.raises(TypeError):
         GenerationConfig(4)
     other = config.replace(num_beams=2, max_new_tokens=5)
@@ -160,6 +155,28 @@ def test_repr_shows_what_differs_from_the_default_in_the_documented_form():
     assert shown == {
         "prefix_allowed_tokens_fn": repr(len), "sequence_bias": {"(1, 2)": 0.5}, "top_p": 0.5
     }  # fmt: skip
+
+
+def test_an_attribute_is_checked_when_it_is_set():
+    config = GenerationConfig.merge(
+        {"num_beams": 4}, None, GenerationConfig.from_dict({"lang_to_id": {"a": 1}})
+    )
+    running = GenerationConfig.merge({}, config)
+    config.num_beams, config.top_k = 2, None
+    assert (config.num_beams, config.top_k, running.num_beams) == (2, 0, 4)
+    assert config.source("num_beams") == "argument"
+    assert config == config.replace(num_beams=2)
+    assert config.lang_to_id == {"a": 1}, "an entry of a file"
+    config.lang_to_id = {"a": 2}
+    assert json.loads(config.to_json_string())["lang_to_id"] == {"a": 2}
+    for name, value in (("num_beams", 0), ("num_return_sequences", 3), ("num_beam", 2), ("_values", {})):
+        before = copy.copy(config)
+        with pytest.raises(ConfigError, match=name):
+            setattr(config, name, value)
+        assert config == before
+    with pytest.raises(AttributeError, match="set it to None"):
+        del config.num_beams
+    assert not hasattr(config, "num_beam")
 
 
 def test_update_changes_in_place_and_returns_what_is_no_field():
@@ -284,7 +301,7 @@ ODD = """{
   "pad_token_id": -1,
   "sequence_bias": {"(1, 2)": -1.0, "(3,)": 2.5},
   "transformers_version": "%s",
-  "watermarking_config": {"bias": 2.0, "context_width": 1, "greenlist_ratio": 0.25, "seeding_scheme": "a"}
+  "watermarking_config": {"bias": 2.0, "context_width": 1, "seeding_scheme": "selfhash"}
 }
 """
 
@@ -307,7 +324,7 @@ def test_files_of_transformers_are_read(tmp_path, version):
     odd = GenerationConfig.from_pretrained(tmp_path, config_file_name="odd.json")
     assert odd.sequence_bias == {(1, 2): -1.0, (3,): 2.5}
     assert odd.pad_token_id is None
-    assert odd.watermarking_config["seeding_scheme"] == "a"
+    assert odd.watermarking_config.seeding_scheme == "selfhash"
     for config in (chat, speech, odd):
         config.save_pretrained(tmp_path / "new")
         first = (tmp_path / "new" / "generation_config.json").read_bytes()

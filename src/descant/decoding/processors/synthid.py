@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
 from descant.core.context import Context
 from descant.decoding.processors.base import check_number
 from descant.decoding.processors.filters import above_threshold, scatter_candidates
 from descant.decoding.processors.watermark import BaseWatermarkProcessor
-from descant.decoding.watermark.schemes.config import SynthIDTextWatermarkingConfig
 from descant.decoding.watermark.schemes.keys import warn_if_public
 from descant.decoding.watermark.schemes.synthid import (
     LCG_MULTIPLIER,

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
 from descant.core.interfaces import Array
 from descant.decoding.watermark.padding import PaddingTokens
-from descant.decoding.watermark.schemes.config import SynthIDTextWatermarkingConfig
 from descant.decoding.watermark.schemes.synthid import get_tournament, repetition_mask
 from descant.decoding.watermark.scores import TokenScores
 from descant.decoding.watermark.statistics import binomial_tail, mean_interval, weighted_tail

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from descant.config.cache_config import CacheConfig, QuantizedCacheConfig
 from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import InputError
 from descant.kv_cache.dense import DenseStore
@@ -18,7 +19,6 @@ from descant.kv_cache.quantized import QuantizedStore
 from descant.kv_cache.quantizers import BACKENDS
 from descant.kv_cache.sink import RotateFn, SinkStore
 from descant.models.hf_caches.base import Cache
-from descant.models.hf_caches.configs import CacheConfig, QuantizedCacheConfig
 from descant.models.rope import rope_from_config, rope_of_model, rope_of_running_model
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from descant.config.cache_config import CacheConfig, QuantizedCacheConfig, StaticCacheConfig
 from descant.models.hf_caches.base import Cache
-from descant.models.hf_caches.configs import CacheConfig, QuantizedCacheConfig, StaticCacheConfig
 from descant.models.hf_caches.convert import to_descant_cache
 from descant.models.hf_caches.dynamic import (
     DynamicCache,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import cache_utils
 
+from descant.config.cache_config import QuantizedCacheConfig
 from descant.errors import InputError
 from descant.models.hf_caches.base import Cache
-from descant.models.hf_caches.configs import QuantizedCacheConfig
 from descant.models.hf_caches.dynamic import (
     DynamicCache,
     HQQQuantizedCache,

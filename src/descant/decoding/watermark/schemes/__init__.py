@@ -1,6 +1,6 @@
 """Keyed functions of the watermark schemes, shared by marking and detection."""
 
-from descant.decoding.watermark.schemes.config import (
+from descant.config.watermarking_config import (
     BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from descant.config.watermarking_config import WatermarkingConfig
 from descant.core.interfaces import Array
-from descant.decoding.watermark.schemes.config import WatermarkingConfig
 from descant.errors import ConfigError
 
 __all__ = ["GreenList", "get_green_list"]

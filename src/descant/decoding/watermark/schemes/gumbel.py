@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from descant.config.watermarking_config import GumbelWatermarkingConfig
 from descant.core.counter_rng import UINT32_MASK, murmur_mix
 from descant.core.interfaces import Array
-from descant.decoding.watermark.schemes.config import GumbelWatermarkingConfig
 
 __all__ = ["KeyedUniforms", "get_keyed_uniforms"]
 

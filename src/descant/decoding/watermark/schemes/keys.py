@@ -18,14 +18,14 @@ from typing import Any, Final
 from descant.config.field_types import LARGEST_INT
 from descant.config.fields import RedactedMap
 from descant.config.watermark_schemes import SCHEMES
-from descant.core.atomic_file import write_bytes
-from descant.decoding.watermark.schemes.config import (
+from descant.config.watermarking_config import (
     BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
     as_watermarking_config,
 )
+from descant.core.atomic_file import write_bytes
 from descant.errors import ConfigError, InputError
 
 __all__ = [

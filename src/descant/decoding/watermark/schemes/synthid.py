@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from descant.decoding.watermark.schemes.config import SynthIDTextWatermarkingConfig
+from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
 
 __all__ = ["Tournament", "before_eos_mask", "get_tournament", "lcg_hash", "repetition_mask", "sampling_table"]
 

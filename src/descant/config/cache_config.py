@@ -6,15 +6,34 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-import torch
-
+from descant.config.fields import FrozenMap, freeze
 from descant.core.atomic_file import write_text
 from descant.errors import ConfigError
-from descant.kv_cache.quantizers import BACKENDS
 
-__all__ = ["CacheConfig", "QuantizedCacheConfig", "StaticCacheConfig"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "QUANTIZED_BACKENDS",
+    "CacheConfig",
+    "QuantizedCacheConfig",
+    "StaticCacheConfig",
+    "as_cache_config",
+]
+
+_QUANTIZED_SETTINGS: Final = frozenset({
+    "backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length", "compute_dtype",
+    "device",
+})  # fmt: skip
+_STATIC_SETTINGS: Final = frozenset({"batch_size", "max_cache_len", "device"})
+
+# The bits that each backend supports, and its axes with whether groups run over positions.
+QUANTIZED_BACKENDS: Final[Mapping[str, tuple[tuple[int, ...], Mapping[int, bool]]]] = {
+    "quanto": ((2, 4), {0: False, -1: True}),
+    "hqq": ((1, 2, 3, 4, 8), {0: True, 1: False}),
+}
 
 
 class CacheConfig:
@@ -78,7 +97,7 @@ class QuantizedCacheConfig(CacheConfig):
         axis_value: int = 0,
         q_group_size: int = 64,
         residual_length: int = 128,
-        compute_dtype: torch.dtype | str | None = torch.float16,
+        compute_dtype: torch.dtype | str | None = "float16",
         device: torch.device | str = "cpu",
     ) -> None:
         self.backend = backend
@@ -94,11 +113,11 @@ class QuantizedCacheConfig(CacheConfig):
     def validate(self, backend: str | None = None) -> None:
         """Raise ConfigError if a setting is invalid, or not supported by `backend`."""
         for name in {backend or self.backend, self.backend}:
-            if str(name).lower() not in BACKENDS:
-                raise ConfigError("backend", f"must be one of {', '.join(BACKENDS)}", name)
-        quantizers = BACKENDS.values() if backend is None else [BACKENDS[backend.lower()]]
-        nbits = sorted({bits for quantizer in quantizers for bits in quantizer.supported_nbits})
-        axes = sorted({axis for quantizer in quantizers for axis in quantizer.axis_over_positions})
+            if str(name).lower() not in QUANTIZED_BACKENDS:
+                raise ConfigError("backend", f"must be one of {', '.join(QUANTIZED_BACKENDS)}", name)
+        limits = QUANTIZED_BACKENDS.values() if backend is None else [QUANTIZED_BACKENDS[backend.lower()]]
+        nbits = sorted({bits for supported, _ in limits for bits in supported})
+        axes = sorted({axis for _, supported in limits for axis in supported})
         for name, choices in (("nbits", nbits), ("axis_key", axes), ("axis_value", axes)):
             value = getattr(self, name)
             if isinstance(value, bool) or value not in choices:
@@ -128,6 +147,17 @@ class StaticCacheConfig(CacheConfig):
                 raise ConfigError(name, "must be an integer >= 1", value)
 
 
+def as_cache_config(settings: Mapping[str, Any]) -> CacheConfig | FrozenMap:
+    """The documented config with these settings, or the settings of a cache that has none."""
+    given = dict(settings)
+    named = given.pop("cache_implementation", None)
+    if named in (None, "quantized") and given.keys() - {"device"} and given.keys() <= _QUANTIZED_SETTINGS:
+        return QuantizedCacheConfig(**given)
+    if named in (None, "static") and {"batch_size", "max_cache_len"} <= given.keys() <= _STATIC_SETTINGS:
+        return StaticCacheConfig(**given)
+    return FrozenMap(freeze(settings))
+
+
 def _json_name(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
@@ -135,6 +165,8 @@ def _json_name(value: Any) -> str:
 def _as_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype from its name, as JSON stores it."""
     if isinstance(value, str):
+        import torch
+
         dtype = getattr(torch, value.removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise ConfigError("compute_dtype", "must be a torch dtype or its name", value)

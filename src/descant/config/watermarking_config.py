@@ -1,4 +1,4 @@
-"""Settings of the watermark schemes."""
+"""The documented settings of a watermark, one class for each scheme."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEDING_SCHEMES: Final = ("lefthash", "selfhash")
 _MAX_TABLE_SIZE: Final = 2**24
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class BaseWatermarkingConfig:
     """Base class of watermark settings: validation, dicts and JSON files."""
 
@@ -62,11 +62,17 @@ class BaseWatermarkingConfig:
         write_text(json_file_path, self.to_json_string(), private=True)
 
     def validate(self) -> None:
-        """Do nothing: settings are validated on construction and by `update`."""
+        """Do nothing: settings are validated whenever they are set."""
 
     def update(self, **kwargs: Any) -> None:
         """Change settings in place, as documented; detectors and processors made before keep theirs."""
         vars(self).update(vars(self.from_dict(self.to_dict(), **kwargs)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) or name not in type(self).__dataclass_fields__:
+            self.update(**{name: value})  # raises for an unknown name
+        else:
+            object.__setattr__(self, name, value)  # the first time, by the constructor
 
     def construct_processor(self, vocab_size: int, device: Any = "cpu") -> Any:
         """The logits processor that marks text with these settings, for direct calls."""
@@ -96,7 +102,7 @@ class BaseWatermarkingConfig:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in public.items())})"
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(unsafe_hash=True, repr=False)
 class WatermarkingConfig(BaseWatermarkingConfig):
     """The green list: a keyed share of the tokens gets a bias (Kirchenbauer et al. 2023, arXiv 2306.04634).
 
@@ -129,7 +135,7 @@ class WatermarkingConfig(BaseWatermarkingConfig):
         return (self.hashing_key,)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(unsafe_hash=True, repr=False)
 class SynthIDTextWatermarkingConfig(BaseWatermarkingConfig):
     """Tournament sampling with one round per key (SynthID-Text, Dathathri et al. 2024, Nature 634)."""
 
@@ -163,7 +169,7 @@ class SynthIDTextWatermarkingConfig(BaseWatermarkingConfig):
         return self.keys
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(unsafe_hash=True, repr=False)
 class GumbelWatermarkingConfig(BaseWatermarkingConfig):
     """Gumbel-max sampling with keyed noise, which preserves the token distribution (Aaronson 2022).
 
