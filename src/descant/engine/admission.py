@@ -48,6 +48,7 @@ class ResolvedRequest(NamedTuple):
     offset: int  # positions before these that have no token
     inputs: Mapping[str, Any]
     drawn_seed: int = -1  # that it was given because it has none; -1: it was not
+    cached_tokens: int | None = None  # of its prompt when it was admitted; None: those that its row has
 
     @property
     def max_slots(self) -> int:

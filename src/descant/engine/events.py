@@ -36,6 +36,7 @@ class Finished:
     past_key_values: tuple[CachedRow, ...] = ()
     # Of each prompt token after the first, where the request asks for them; `processed` is `raw`.
     prompt_logprobs: Logprobs | None = None
+    cached_tokens: int | None = None  # prompt tokens that were in a cache when it began; None: unknown
 
 
 @dataclass(frozen=True)

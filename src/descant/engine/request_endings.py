@@ -107,7 +107,7 @@ def _finish(table: Table, request: int) -> Finished | Failed:
         return Failed(request, no_candidates_error(request, running.plan, running.has_own_processors, got))
     table.record_finished(request, sequences)
     cached = table.prefix_reuse.collect_finished(request, sequences[:wanted])
-    return Finished(request, sequences[:wanted], cached)
+    return Finished(request, sequences[:wanted], cached, cached_tokens=running.resolved.cached_tokens)
 
 
 def _release(table: Table, request: int, ending: _EndingRequest) -> None:

@@ -92,7 +92,9 @@ class ScheduledRequests:
             self._check_size(demand)
         self.scheduler.add(*(demands[number] for number in numbers), now=now)
         # Seeds are drawn after all checks, in the order of arrival.
-        self._waiting |= {number: with_drawn_seed(entries[number]) for number in numbers}
+        self._waiting |= {
+            number: with_drawn_seed(entries[number])._replace(cached_tokens=0) for number in numbers
+        }
 
     def demands(
         self, numbers: Sequence[int], placements: Sequence[Placement], now: float
@@ -274,7 +276,9 @@ class ScheduledRequests:
             if number not in plan.admitted:
                 self._found.pop(number, None)  # it waits, and must not hold blocks
             elif self._prefix_cache is not None:
-                self._tables.place([self._waiting[number]])[0].cached_prefixes()
+                one, found = self._waiting[number], self._found[number]
+                self._waiting[number] = one._replace(cached_tokens=found.length)
+                self._tables.place([one])[0].cached_prefixes()
         if self.config.num_blocks is None:
             return
         # What no request uses has what the requests of this step leave of the pool.

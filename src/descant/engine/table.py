@@ -98,6 +98,10 @@ class Table:
     ) -> None:
         """Add requests, each with one row; `undo` restores the table as it was, whatever has been done."""
         undo.callback(self._restore, self.cache, self.rows)
+        resolved = [
+            one._replace(cached_tokens=prefix.length) if one.cached_tokens is None else one
+            for one, prefix in zip(resolved, prefixes, strict=True)
+        ]
         self.cache = self._chain.add([one.plan for one in resolved], self.cache, undo)
         undo.callback(self.running.keep_strategies, len(self.running.strategy_order))
         prepared = [self.running.prepare(one) for one in resolved]

@@ -53,6 +53,7 @@ class PromptRun:
     trace: Tracer | None = None
     skip_special_tokens: bool = True
     num_new_tokens: int = 0
+    num_cached_tokens: int | None = None  # of its prompt; None: unknown until it has ended
     prompt_logprobs: Logprobs | None = None
     _choices: list[_Choice] = field(default_factory=list)
 
@@ -81,6 +82,7 @@ class PromptRun:
                     yield TraceUpdate(event.records)
                 elif isinstance(event, Finished):
                     self.prompt_logprobs = event.prompt_logprobs
+                    self.num_cached_tokens = event.cached_tokens
                     for update in self._end(event.hypotheses):
                         yield update
                 elif isinstance(event, Failed):

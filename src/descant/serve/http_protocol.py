@@ -12,7 +12,9 @@ from descant.serve.api_errors import ApiError
 
 __all__ = ["limited_protocol"]
 
-MAX_HEAD_BYTES: Final = 64 * 2**10
+MAX_HEAD_BYTES: Final = 64 * 2**10  # between two parts of bodies: a head, the frame of a chunk, trailers
+_PIECE_BYTES: Final = 4 * 2**10  # that the parser gets at once
+_REFUSED_SECONDS: Final = 2.0  # in which a refused client may send on, so that it reads the error
 # Not a logger of the process: what clients send wrong must not fill the log, and errors must be seen.
 _LOGGER: Final = logging.Logger("descant.serve.http", logging.ERROR)
 
@@ -26,7 +28,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.logger = _LOGGER
-        self._head_bytes: int | None = 0  # of the request that comes; None: its head is complete
+        self._head_bytes = 0  # since the last head or part of a body was complete
+        self._is_refused = False
         self._receive_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None  # the request that is answered at the moment
@@ -48,14 +51,16 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read data, unless the head of the request is too long."""
-        if self.transport.is_closing():
-            return
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_bytes is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self._refuse(ApiError(431, f"the headers must have at most {MAX_HEAD_BYTES} bytes"))
+        """Read data, unless too much of it belongs to no body."""
+        rest = memoryview(data)
+        # In pieces: the parser tells what it has found, and not where.
+        while rest and not (self._is_refused or self.transport.is_closing()):
+            size = min(_PIECE_BYTES, MAX_HEAD_BYTES - self._head_bytes)
+            piece, rest = rest[:size], rest[size:]
+            self._head_bytes += len(piece)
+            super().data_received(bytes(piece))
+            if self._head_bytes == MAX_HEAD_BYTES:  # and more must come
+                self._refuse(ApiError(431, f"the headers must have at most {MAX_HEAD_BYTES} bytes"))
 
     def on_message_begin(self) -> None:
         """Begin to wait for the rest of a request."""
@@ -65,8 +70,13 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Go on with the body, which has a limit of its own."""
-        self._head_bytes = None
+        self._head_bytes = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A part of the body has come."""
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """A whole request has come."""
@@ -117,8 +127,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Send an error and close the connection."""
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
+        self._is_refused = True
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is None or cycle.response_complete:  # else the bytes would be part of another answer
             body = error.encode()
@@ -126,7 +137,10 @@ class LimitedProtocol(HttpToolsProtocol):
                 f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\nconnection: close\r\n"
             )
             self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        self.transport.close()
+            # Closed at once, what the client still sends would reset the connection before it reads this.
+            self.loop.call_later(_REFUSED_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
 
 
 def limited_protocol(receive_seconds: float) -> type[LimitedProtocol]:

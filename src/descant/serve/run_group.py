@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from descant.serve.exchange import Exchange
 from descant.serve.generation import ChoiceUpdate, PromptRun, TraceUpdate
@@ -28,11 +28,15 @@ class RunGroup:
         self.exchange, self.runs = exchange, list(runs)
 
     @property
-    def usage(self) -> dict[str, int]:
-        """The tokens used so far."""
+    def usage(self) -> dict[str, Any]:
+        """The tokens used so far, and once it is known how many of them were cached."""
         prompt = sum(run.num_prompt_tokens for run in self.runs)
         new = sum(run.num_new_tokens for run in self.runs)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        cached = [run.num_cached_tokens for run in self.runs if run.num_cached_tokens is not None]
+        if len(cached) < len(self.runs):
+            return usage
+        return {**usage, "prompt_tokens_details": {"cached_tokens": sum(cached)}}
 
     async def updates(self) -> AsyncIterator[GroupUpdate]:
         """The updates of all prompts; leaving early cancels all."""

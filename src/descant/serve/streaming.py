@@ -26,7 +26,7 @@ _HEADERS: Final = {
 }
 
 
-def usage_field(usage: Mapping[str, int]) -> bytes:
+def usage_field(usage: Mapping[str, Any]) -> bytes:
     """The tokens used so far, as a further field of a chunk."""
     return b', "usage": %b' % json.dumps(usage).encode()
 
@@ -37,7 +37,7 @@ def trace_chunk(head: bytes, records: Sequence[Any]) -> bytes:
     return b'data: %b, "choices": [], "trace": [%b]}\n\n' % (head, lines.encode())
 
 
-def last_chunks(head: bytes, trace_id: str | None, usage: Mapping[str, int] | None) -> Iterator[bytes]:
+def last_chunks(head: bytes, trace_id: str | None, usage: Mapping[str, Any] | None) -> Iterator[bytes]:
     """What ends a stream: a chunk with the trace's id and the usage where there are any, and `[DONE]`."""
     fields = {"trace_id": trace_id, "usage": usage}
     last = {name: value for name, value in fields.items() if value is not None}

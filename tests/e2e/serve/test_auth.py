@@ -96,3 +96,32 @@ def test_prefixes_are_shared_within_a_key_only(keyed_server):
 
     assert [hits(ALICE), hits(ALICE), hits(BOB), hits(BOB)] == [0, 1, 0, 1]
     assert [hits(BOB, cache_salt="x"), hits(BOB, cache_salt="x"), hits(BOB)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "details"),
+    [
+        ("/v1/completions", {"max_tokens": 1}, "prompt_tokens_details"),
+        ("/v1/completions", {"max_tokens": 2, "num_beams": 2}, "prompt_tokens_details"),
+        ("/v1/chat/completions", {"max_tokens": 1}, "prompt_tokens_details"),
+        ("/v1/responses", {"max_output_tokens": 1}, "input_tokens_details"),
+    ],
+)
+def test_the_usage_says_how_much_was_cached(keyed_server, path, body, details):
+    text = f"eleven {path} {len(body)} twelve thirteen " * 12
+    prompt = {"completions": "prompt", "responses": "input"}.get(path[4:])
+    given = {prompt: text} if prompt else {"messages": [{"role": "user", "content": text}]}
+
+    def cached(key):
+        sent = {"model": "smol-draft", **given, **body}
+        answer = request(keyed_server.port, "POST", path, sent, key=key).json["usage"]
+        return answer[details]["cached_tokens"], answer.get("prompt_tokens", answer.get("input_tokens"))
+
+    first, second, other = cached(ALICE), cached(ALICE), cached(BOB)
+    assert first[0] == other[0] == 0
+    assert second[0] == (second[1] - 1) // 32 * 32 > 0
+    if path == "/v1/completions":
+        sent = {"model": "smol-draft", **given, **body, "stream": True}
+        sent |= {"stream_options": {"include_usage": True}}
+        *_, last, _ = stream(keyed_server.port, path, sent, key=ALICE)
+        assert last["usage"][details] == {"cached_tokens": second[0]}

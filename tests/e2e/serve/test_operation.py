@@ -97,6 +97,43 @@ def test_headers(server):
     )
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n"
+WHOLE = HEAD + b"Content-Length: 2\r\n\r\n{}"
+LIMIT = 64 * 2**10 - len(HEAD) - len(b"X: \r\n\r\n")  # of a header
+
+
+@pytest.mark.parametrize("size", [2**20, 1000])  # of the pieces that are sent
+@pytest.mark.parametrize(
+    ("data", "statuses"),
+    [
+        (HEAD + b"X: " + b"a" * LIMIT + b"\r\n\r\n", [b"400"]),
+        (HEAD + b"X: " + b"a" * (LIMIT + 1) + b"\r\n\r\n", [b"431"]),
+        (HEAD + b"X: " + b"a" * 80_000 + b"\r\nContent-Length: 2\r\n\r\n{}", [b"431"]),
+        (HEAD + b"X: a\r\n" * 14_000 + b"Content-Length: 2\r\n\r\n{}", [b"431"]),
+        (b"GET /" + b"a" * 80_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", [b"431"]),
+        # Where the body has begun, the end of the connection must do.
+        (CHUNKED[:-4] + b";" + b"a" * 80_000 + b"\r\n{}\r\n0\r\n\r\n", []),
+        (CHUNKED + b"0\r\nX: " + b"a" * 80_000 + b"\r\n\r\n", []),
+        (CHUNKED + b"0\r\n" + b"X: a\r\n" * 14_000 + b"\r\n", []),
+        (CHUNKED + b"0\r\n\r\n" + HEAD + b"X: " + b"a" * 80_000 + b"\r\n\r\n", None),
+    ],
+)  # fmt: skip
+def test_what_is_no_body_has_a_limit(server, data, statuses, size):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        answer = b""
+        try:
+            for start in range(0, len(data), size):
+                connection.sendall(data[start : start + size])
+            connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(65536):
+                answer += part
+        except ConnectionError:
+            pass  # closed before all was sent
+    found = [line.split()[1] for line in answer.splitlines() if line.startswith(b"HTTP/1.1 ")]
+    assert found == statuses if statuses is not None else set(found) <= {b"400", b"431"}
+
+
 def test_gauges_have_the_names_that_endpoint_pickers_read(server):
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert server.metric(f"vllm:{name}") == server.metric(f"descant:{name}") == 0

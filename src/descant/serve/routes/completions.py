@@ -155,7 +155,7 @@ class CompletionCall:
         return self.body.echo and self.body.max_tokens == 0
 
     @property
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         assert self.group is not None
         usage = self.group.usage
         if self._is_scoring:

@@ -136,9 +136,10 @@ class ResponseCall:
         is_cut = status is None and chat.choices[0].finish_reason == "length"
         assert chat.group is not None
         used = chat.group.usage
+        cached = used.get("prompt_tokens_details", {"cached_tokens": 0})
         usage = {
             "input_tokens": used["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "input_tokens_details": {**cached, "cache_write_tokens": 0},
             "output_tokens": used["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": used["total_tokens"],
