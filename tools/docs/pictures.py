@@ -23,7 +23,6 @@ from descant.config.generation_config import GenerationConfig
 from descant.core.context import Context, PromptInfo
 from descant.decoding.processors.pipeline import (
     CUSTOM,
-    GRAMMAR_SPEC,
     LOGITS_PROCESSORS,
     LOGITS_WARPERS,
     PROCESSOR_SPECS,
@@ -188,7 +187,7 @@ def order() -> str:
     """The processor order as a table: every processor that a field enables, in the order they run."""
     lines = ["| | field | processor | |", "|---|---|---|---|"]
     entries: list[tuple[ProcessorSpec | None, str]] = [(spec, "") for spec in LOGITS_PROCESSORS]
-    entries += [(None, ""), (GRAMMAR_SPEC, "")] + [(spec, "sampling only") for spec in LOGITS_WARPERS]
+    entries += [(None, "")] + [(spec, "sampling only") for spec in LOGITS_WARPERS]
     # One field may enable one of several processors.
     groups = itertools.groupby(entries, key=lambda entry: entry[0] and entry[0].name)
     for place, (name, group) in enumerate(groups, 1):

@@ -18,12 +18,12 @@ from descant.config.fields import thaw
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
 from descant.config.generation_mode import GenerationMode
 from descant.core.interfaces import RowCache
-from descant.core.records import Hypothesis, Observation
+from descant.core.records import Observation
 from descant.decoding.guidance.cfg import NEGATIVE_PROMPT_KEY
 from descant.engine.planner import pad_token_id
 from descant.engine.protocol import Engine, is_engine
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.session import Request, Session
+from descant.engine.session import Finished, Request, Session
 from descant.errors import ConfigError, InputError, SessionBusy
 from descant.kv_cache.cached_row import CachedRow
 from descant.models.no_cache import NoCache
@@ -80,6 +80,7 @@ class CallOptions:
         *,
         use_model_defaults: bool = True,
         lenient: bool = False,
+        recipe: Recipe | None = None,
         **options: Any,
     ) -> CallOptions:
         """The options of a call with the config `argument` and the config fields `fields`.
@@ -87,13 +88,20 @@ class CallOptions:
         If `lenient`, values without effect that transformers 4.52.4 ignores are ignored.
         """
         list_argument = "generation_config" if isinstance(argument, list | tuple) else "seed"
-        configs = merge_configs(model, argument, fields, use_model_defaults, lenient)
-        return cls(configs, list_argument=list_argument, **options)
+        has_strategy = recipe is not None and recipe.kind == "strategy"
+        checks = {"lenient": lenient, "has_strategy": has_strategy}
+        configs = merge_configs(model, argument, fields, use_model_defaults, **checks)
+        return cls(configs, list_argument=list_argument, recipe=recipe, **options)
 
     @property
     def config(self) -> GenerationConfig:
         """The config that provides the shared fields."""
         return self.configs[0]
+
+    @property
+    def forks(self) -> bool:
+        """Whether a recipe says how many sequences a prompt has."""
+        return self.recipe is not None and any(map(self.recipe.forks, self.configs))
 
 
 def merge_configs(
@@ -101,11 +109,12 @@ def merge_configs(
     argument: Any,
     fields: Mapping[str, Any],
     use_model_defaults: bool = True,
-    lenient: bool = False,
+    **checks: bool,
 ) -> list[GenerationConfig]:
     """The effective configs: one for all prompts, or one each if the argument or the seed is a list.
 
     Without `use_model_defaults` a config given as the argument takes only special tokens from the model's.
+    `checks` are `lenient` and `has_strategy` of `GenerationConfig.merge`.
     """
     model_config = getattr(model, "generation_config", None)
     arguments = list(argument) if isinstance(argument, list | tuple) else [argument]
@@ -121,7 +130,7 @@ def merge_configs(
         if key not in merged:
             # The model's own config passed as the argument counts as the model's: unused values are allowed.
             explicit = None if config is model_config else config
-            merged[key] = merge_config(call, explicit, model_config, use_model_defaults, lenient)
+            merged[key] = merge_config(call, explicit, model_config, use_model_defaults, **checks)
         configs.append(merged[key])
     _validate_shared_fields(configs)
     return configs
@@ -296,25 +305,25 @@ class Call:
         config, traits = self.options.config, self.session.traits
         if traits.is_encoder_decoder:
             return False  # the cross-attention cache is not part of a row's cache
-        is_supported = traits.cache_type == "kv" or (traits.cache_type == "recurrent" and num_sequences == 1)
+        is_single = num_sequences == 1 and not self.options.forks
+        is_supported = traits.cache_type == "kv" or (traits.cache_type == "recurrent" and is_single)
         if self.user_cache is not None and (not self.user_cache.frozen or config.return_dict_in_generate):
             if not is_supported:
                 must = "must be given with one returned sequence for a model with recurrent state"
-                got = f"{num_sequences} sequences"
+                got = f"{num_sequences} sequences" if num_sequences > 1 else "a recipe that forks"
                 raise InputError("past_key_values", must, got, "pass the prompts one by one")
             return True
         is_explicit = config.source("use_cache") in ("call", "argument") and config.use_cache
         is_requested = config.return_dict_in_generate and (is_explicit or bool(config.return_legacy_cache))
         return is_requested and is_supported and not traits.needs_own_cache
 
-    def result_cache(
-        self, cached_rows: Sequence[CachedRow], hypotheses: Sequence[Hypothesis], prompts: RaggedPrompts
-    ) -> Any:
+    def result_cache(self, events: Sequence[Finished], prompts: RaggedPrompts) -> Any:
         """The cache of the returned sequences: the user's if it is writable, else a new one."""
+        cached_rows = [row for event in events for row in event.past_key_values]
         if not cached_rows:
             return None
-        counts = [config.num_return_sequences for config in self.configs]
-        prompt_of = [index for index, count in enumerate(counts) for _ in range(count)]
+        prompt_of = [index for index, event in enumerate(events) for _ in event.hypotheses]
+        hypotheses = [hypothesis for event in events for hypothesis in event.hypotheses]
         tokens = [
             torch.cat((prompts.prompt(index).cpu(), hypothesis.tokens[:-1]))
             for index, hypothesis in zip(prompt_of, hypotheses, strict=True)

@@ -25,10 +25,11 @@ def merge_config(
     argument: Any,
     model_config: Any,
     use_model_defaults: bool,
-    lenient: bool = False,
+    **options: bool,
 ) -> GenerationConfig:
     """The effective config of call arguments, a config given as argument and the model's; None: not given.
 
+    `options` are those of `GenerationConfig.merge`.
     Calls often repeat all three: plain data that has been merged before is not parsed and checked again.
     """
     if argument is None and not isinstance(model_config, GenerationConfig):
@@ -36,18 +37,18 @@ def merge_config(
         model_entries = () if model_config is None else _plain_entries(_config_values(model_config))
         if call_entries is not None and model_entries is not None:
             # A copy, since it may change.
-            return copy(_merge_plain(call_entries, model_entries, model_config is not None, lenient))
+            return copy(_merge_plain(call_entries, model_entries, model_config is not None, **options))
     explicit, defaults = _as_generation_config(argument), _as_generation_config(model_config)
     if defaults is not None and explicit is not None and not use_model_defaults:
         defaults = defaults.only_special_tokens()
-    return GenerationConfig.merge(call, explicit, defaults, lenient=lenient)
+    return GenerationConfig.merge(call, explicit, defaults, **options)
 
 
 @lru_cache(maxsize=256)
-def _merge_plain(call: _Entries, model: _Entries, has_model: bool, lenient: bool) -> GenerationConfig:
+def _merge_plain(call: _Entries, model: _Entries, has_model: bool, **options: bool) -> GenerationConfig:
     """The effective config of plain call arguments and a plain config of the model."""
     defaults = GenerationConfig.from_transformers(_as_values(model)) if has_model else None
-    return GenerationConfig.merge(_as_values(call), None, defaults, lenient=lenient)
+    return GenerationConfig.merge(_as_values(call), None, defaults, **options)
 
 
 def _plain_entries(values: Mapping[str, Any]) -> _Entries | None:

@@ -45,10 +45,13 @@ class GenerateCall:
     """One call of generate(): admits all prompts, runs them to the end, and builds the documented output."""
 
     def __init__(self, model: Any, options: CallOptions, streamer: Any, progress: bool = False) -> None:
-        if streamer is not None and any(config.num_beams > 1 for config in options.configs):
-            do = "use descant.stream, which emits the common prefix of all beams"
+        if streamer is not None and (
+            options.forks or any(config.num_beams > 1 for config in options.configs)
+        ):
+            method = "a recipe that forks" if options.forks else "beam search"
+            do = "use descant.stream, which emits the common prefix of all sequences"
             raise InputError(
-                "streamer", "must be None with beam search, whose tokens are not final", streamer, do
+                "streamer", f"must be None with {method}, whose tokens are not final", streamer, do
             )
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise InputError("streamer", "must have `put` and `end`", streamer)
@@ -89,8 +92,7 @@ class GenerateCall:
             raise
         events = [finished[request] for request in self.call.request_ids]
         results = self.results = [event.hypotheses for event in events]
-        cached_rows = [row for event in events for row in event.past_key_values]
-        cache = self.call.result_cache(cached_rows, _flatten(results), prompts)
+        cache = self.call.result_cache(events, prompts)
         return self._build_output(prompts, results, cache)
 
     def _drain(self, prompts: RaggedPrompts) -> dict[int, Finished]:
@@ -152,6 +154,8 @@ class GenerateCall:
         hypotheses = _flatten(results)
         first_rows = self.call.first_output_rows(_num_score_rows)
         values: dict[str, Any] = {"sequences": sequences, **self._recorded_tensors(prompts)}
+        if self.call.options.forks:
+            values["sequence_counts"] = tuple(map(len, results))
         if any(hypothesis.logprobs is not None for hypothesis in hypotheses):
             values["logprobs"] = tuple(hypothesis.logprobs for hypothesis in hypotheses)
         if any(hypothesis.speculation is not None for hypothesis in hypotheses):

@@ -56,6 +56,7 @@ class GenerateDecoderOnlyOutput(GenerateOutput):
     past_key_values: Any = None
     logprobs: Any = None
     speculation: Any = None
+    sequence_counts: Any = None  # of each prompt, where a recipe says how many it has
     trace: Any = None
 
 
@@ -74,6 +75,7 @@ class GenerateEncoderDecoderOutput(GenerateOutput):
     past_key_values: Any = None
     logprobs: Any = None
     speculation: Any = None
+    sequence_counts: Any = None  # of each prompt, where a recipe says how many it has
     trace: Any = None
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -44,7 +45,7 @@ class StreamEvent:
     """
 
     row: int  # index of the prompt
-    sequence: int  # index among the prompt's `num_return_sequences`
+    sequence: int  # index among those that the prompt returns
     token_ids: tuple[int, ...] = ()
     text: str | None = None  # None without a tokenizer
     logprob: tuple[float, ...] | None = None
@@ -124,18 +125,13 @@ class Stream:
         self._rank_group: RankGroup | None = self.session.rank_group
         with torch.no_grad():
             self._prompts = call.admit(_model_inputs(model, inputs, options.tokenizer, others))
+        has_tokenizer = options.tokenizer is not None
         self._prompt_streams = {
-            request: _PromptStream(index, config, self._detokenizers(index, config))
+            request: _PromptStream(
+                index, config, partial(call.detokenizer, self._prompts, index) if has_tokenizer else None
+            )
             for index, (request, config) in enumerate(zip(call.request_ids, call.configs, strict=True))
         }
-
-    def _detokenizers(self, index: int, config: GenerationConfig) -> list[IncrementalDetokenizer | None]:
-        """One for each sequence of a prompt; None without a tokenizer."""
-        has_tokenizer = self._call.options.tokenizer is not None
-        return [
-            self._call.detokenizer(self._prompts, index) if has_tokenizer else None
-            for _ in range(config.num_return_sequences)
-        ]
 
     @property
     def trace(self) -> Trace | None:
@@ -208,9 +204,7 @@ class Stream:
         """Write the returned sequences into the user's cache, if no request has failed."""
         if all(request in self._results for request in self._call.request_ids):
             results = [self._results[request] for request in self._call.request_ids]
-            hypotheses = [hypothesis for result in results for hypothesis in result.hypotheses]
-            cached_rows = [row for result in results for row in result.past_key_values]
-            self._call.result_cache(cached_rows, hypotheses, self._prompts)
+            self._call.result_cache(results, self._prompts)
 
     def _cancel_all(self) -> None:
         """Cancel all running requests."""
@@ -237,10 +231,8 @@ class Stream:
             else:
                 self._results[request] = event
                 yield from prompt_stream.finish_events(event)
-        for request in self.session.running:
-            prompt_stream = self._prompt_streams[request]
-            if prompt_stream.config.num_beams > 1:
-                yield from prompt_stream.common_prefix_events(self.session.common_prefix(request))
+        for request in self.session.beam_requests:
+            yield from self._prompt_streams[request].common_prefix_events(self.session.common_prefix(request))
 
     def _token_events(self, event: Tokens, last_events: Mapping[int, Any]) -> Iterator[StreamEvent]:
         """The tokens of running requests; those of ending requests are part of their last event."""
@@ -301,14 +293,16 @@ class _PromptStream:
     """The streaming state of one prompt and its sequences."""
 
     def __init__(
-        self, row: int, config: GenerationConfig, detokenizers: Sequence[IncrementalDetokenizer | None]
+        self, row: int, config: GenerationConfig, new_detokenizer: Callable[[], IncrementalDetokenizer] | None
     ) -> None:
         self.row, self.config = row, config
-        count = config.num_return_sequences
-        self.num_emitted = [0] * count  # tokens of each sequence in events so far
+        # Tokens of each sequence in events so far; a recipe may return more sequences than are asked for.
+        self.num_emitted = defaultdict(int, dict.fromkeys(range(config.num_return_sequences), 0))
         self.finished_slots: set[int] = set()  # sequences that finished before the request
         self.draft_counts: dict[int, tuple[int, int]] = {}  # drafts and accepted drafts of this step
-        self.detokenizers = detokenizers  # of each sequence; None without a tokenizer
+        # Of each sequence; None without a tokenizer.
+        self.detokenizers: dict[int, IncrementalDetokenizer] | None
+        self.detokenizers = None if new_detokenizer is None else defaultdict(new_detokenizer)
 
     def token_event(self, group: _StepTokens) -> StreamEvent:
         """The event of a sequence's tokens in a step."""
@@ -328,7 +322,7 @@ class _PromptStream:
 
     def common_prefix_events(self, tokens: Tensor) -> Iterator[StreamEvent]:
         """The new tokens of the common prefix of all beams, for every sequence."""
-        for slot, num_emitted in enumerate(self.num_emitted):
+        for slot, num_emitted in self.num_emitted.items():
             ids = tuple(tokens[num_emitted:].tolist())
             if ids:
                 self.num_emitted[slot] += len(ids)
@@ -361,15 +355,15 @@ class _PromptStream:
 
     def failure_events(self, error: DescantError) -> Iterator[StreamEvent]:
         """The last events of the sequences that have none yet, with the error."""
-        for slot in range(len(self.num_emitted)):
+        for slot in self.num_emitted:
             if slot not in self.finished_slots:
                 text = self._decode(slot, (), last=True)
                 yield StreamEvent(self.row, slot, (), text, finish_reason="error", error=error)
 
     def _decode(self, slot: int, ids: Sequence[int], last: bool = False) -> str | None:
-        detokenizer = self.detokenizers[slot]
-        if detokenizer is None:
+        if self.detokenizers is None:
             return None
+        detokenizer = self.detokenizers[slot]
         text = detokenizer.put(ids)
         return text + detokenizer.end() if last else text
 

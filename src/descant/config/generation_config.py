@@ -181,12 +181,14 @@ class GenerationConfig(Parameters):
         model: GenerationConfig | None = None,
         *,
         lenient: bool = False,
+        has_strategy: bool = False,
     ) -> Self:
         """The effective config (call > argument > model > default), validated as a whole.
 
         The result has at most one of each pair of length fields, no unused values, and the `source` of
         every field. Merging it again, alone, gives an equal config. If `lenient`, values without effect that
-        transformers 4.52.4 ignores are in `unused`; otherwise they raise ConfigError.
+        transformers 4.52.4 ignores are in `unused`; otherwise they raise ConfigError. With `has_strategy` a
+        recipe chooses the tokens, and the config's own method is not checked for several sequences.
         """
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
@@ -203,7 +205,7 @@ class GenerationConfig(Parameters):
         validate_supported(values, sources)
         validate_consistency(values, sources)
         validate_compatibility(values, sources)
-        validate_merged(values, sources)
+        validate_merged(values, sources, has_strategy=has_strategy)
         if argument is not None and model is None and not call:  # validates one config: keep its sources
             sources = {name: argument.source(name) for name in values}
             unused = {**argument._unused, **unused}

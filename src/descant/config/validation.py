@@ -268,11 +268,15 @@ def validate_consistency(values: Values, sources: Sources | None = None) -> None
         raise ConfigError(("num_beam_groups", "num_beams"), must, groups, "choose a divisor of `num_beams`")
 
 
-def validate_merged(values: Values, sources: Sources) -> None:
-    """Raise for a merged config that is impossible with the defaults of its other fields."""
+def validate_merged(values: Values, sources: Sources, *, has_strategy: bool = False) -> None:
+    """Raise for a merged config that is impossible with the defaults of its other fields.
+
+    With `has_strategy` a recipe chooses the tokens, which may have several sequences without sampling.
+    """
     num_returned = _effective_value(values, "num_return_sequences")
     do_sample = _effective_value(values, "do_sample")
-    if num_returned > 1 and _effective_value(values, "num_beams") == 1 and not do_sample:
+    is_greedy = _effective_value(values, "num_beams") == 1 and not (do_sample or has_strategy)
+    if num_returned > 1 and is_greedy:
         method = "contrastive" if _is_active(values, "penalty_alpha") else "greedy"
         must = f"must be 1 in {method} search{_source_note('num_return_sequences', sources)}"
         do = f"set do_sample=True, num_beams={num_returned}, or num_return_sequences=1"

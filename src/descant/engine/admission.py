@@ -67,7 +67,10 @@ class Admission:
         config = request.generation_config
         if request.config_merged:
             return config
-        return GenerationConfig.merge({}, config, _model_generation_config(self._user_model))
+        recipe = _engine_recipe(request)
+        has_strategy = recipe is not None and recipe.kind == "strategy"
+        defaults = _model_generation_config(self._user_model)
+        return GenerationConfig.merge({}, config, defaults, has_strategy=has_strategy)
 
     def grammar(self, request: Request) -> GrammarSpec | None:
         """The grammar of a request."""

@@ -55,11 +55,12 @@ def workload_of(
     With `padded` every row takes as much as the longest, so the maxima count, else the means.
     """
     plan, count = plans[0], len(plans)
-    rows = plan.config.num_beams if plan.config.num_beams > 1 else plan.params.num_sequences
     prompt, limit = (max(lengths), max(limits)) if padded else (sum(lengths) // count, sum(limits) // count)
     # The last token of a row is never fed.
     final = max(limit - 1, prompt)
-    return Workload(count, rows, prompt, final, plan.strategy.num_candidates, "guidance" in plan.wrappers)
+    return Workload(
+        count, plan.num_rows, prompt, final, plan.strategy.num_candidates, "guidance" in plan.wrappers
+    )
 
 
 def _is_growing(kind: str) -> bool:

@@ -14,7 +14,6 @@ from descant.core.interfaces import Model, ModelTraits, RowCache
 from descant.decoding.processors.base import as_id_list
 from descant.decoding.processors.pipeline import (
     BACKTRACK_MASK,
-    CUSTOM,
     PROCESSOR_SPECS,
     ProcessorSpec,
     end_token_ids,
@@ -50,7 +49,7 @@ class DecodingPlan:
     config: GenerationConfig
     strategy: StrategyChoice
     processors: tuple[tuple[int, ProcessorSpec], ...]  # each with its position in the order
-    custom_position: int  # the position of user processors in that order
+    order: tuple[str, ...]  # the names of all processors, the user's own among them
     params: PlanParams
     method_params: Mapping[str, Any]  # row parameters of the strategy, wrappers, drafter and recipe
     wrappers: tuple[str, ...] = ()  # names of the model wrappers that its rows use
@@ -79,12 +78,27 @@ class DecodingPlan:
     @property
     def forks(self) -> bool:
         """Whether one prompt becomes several rows."""
-        return self.params.num_sequences > 1 or self.strategy.traits.forks
+        return self.num_rows > 1 or self.strategy.traits.forks
+
+    @property
+    def num_rows(self) -> int:
+        """The most rows of a request between steps."""
+        own = int(self.method_params.get("max_rows", 1))  # of a recipe
+        return max(self.config.num_beams, self.params.num_sequences, own)
+
+    @cached_property
+    def has_open_count(self) -> bool:
+        """Whether a recipe forks its rows at any step, so that it says how many sequences there are."""
+        return self.recipe is not None and self.recipe.forks(self.config)
+
+    @property
+    def is_final_at_end(self) -> bool:
+        """Whether its tokens are certain only at its end, but for those that all its sequences share."""
+        return self.config.num_beams > 1 or self.has_open_count
 
     def shared_positions(self, length: int) -> int:
         """The positions of a prompt of that length that its rows share, once for each row."""
-        rows = max(self.config.num_beams, self.params.num_sequences) * self.strategy.num_candidates
-        return max(rows, 2) * length if self.forks else 0
+        return max(self.num_rows * self.strategy.num_candidates, 2) * length if self.forks else 0
 
     @cached_property
     def prefill_chunk_size(self) -> int | None:
@@ -151,7 +165,7 @@ def make_plan(
         config,
         strategy,
         tuple((order.index(spec.name), spec) for spec in _enabled_processors(config, recipe)),
-        order.index(CUSTOM),
+        order,
         params,
         method_params,
         wrappers,

@@ -36,7 +36,7 @@ def request_demand(
     the same as reading them one by one, and inputs that the model still has.
     """
     request, plan = one.request, one.plan
-    rows = max(plan.config.num_beams, plan.params.num_sequences) * plan.strategy.num_candidates
+    rows = plan.num_rows * plan.strategy.num_candidates
     is_guided = "guidance" in plan.wrappers
     fixed_tokens = len(request.inputs.get(NEGATIVE_PROMPT_KEY, ())) if is_guided else 0
     if traits.is_encoder_decoder:

@@ -12,7 +12,7 @@ from descant.engine.explain import no_candidates_error
 from descant.engine.step_faults import request_error
 from descant.engine.table import Table
 from descant.engine.table_set import TableSet
-from descant.errors import InputError, RowError
+from descant.errors import ConfigError, InputError, RowError
 from descant.trace.tracer import Tracer
 
 __all__ = ["RequestEndings"]
@@ -95,13 +95,19 @@ def _last_event(table: Table, request: int, ending: _EndingRequest) -> Finished 
 
 
 def _finish(table: Table, request: int) -> Finished | Failed:
-    """A request's sequences, as many as it asked for."""
+    """A request's sequences: as many as it asked for, or all where its recipe says how many there are."""
     running = table.running.requests[request]
     sequences = running.strategy.finish(request)
     if not all(isinstance(one, Hypothesis) for one in sequences):
         raise InputError("finish", "of a strategy must return a list of `Hypothesis`", sequences)
-    wanted = running.plan.config.num_return_sequences
-    if len(sequences) < wanted:
+    config, wanted = running.plan.config, running.plan.config.num_return_sequences
+    if running.plan.has_open_count:
+        if sequences and config.source("num_return_sequences") == "default":
+            wanted = len(sequences)
+        elif len(sequences) < wanted:
+            must = f"must be at most the {len(sequences)} sequences that the recipe has found"
+            raise ConfigError("num_return_sequences", must, wanted, "leave it out for all of them")
+    elif len(sequences) < wanted:
         # Beam search may find fewer when all other continuations were ruled out.
         got = f"{len(sequences)} sequences of {wanted}"
         return Failed(request, no_candidates_error(request, running.plan, running.has_own_processors, got))

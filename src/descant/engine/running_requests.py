@@ -16,8 +16,8 @@ from descant.core.interfaces import Drafter, Processor, RankGroup, StepObserver,
 from descant.core.records import ProcessorTrace
 from descant.core.rows import Column, Rows, new_rows_column
 from descant.core.sampling_noise import SamplingNoise
-from descant.decoding.processors import as_processor
-from descant.decoding.processors.pipeline import LOGITS_WARPERS
+from descant.decoding.processors import GrammarLogitsProcessor, as_processor
+from descant.decoding.processors.pipeline import CUSTOM, LOGITS_WARPERS
 from descant.decoding.stopping.checker import StopChecker
 from descant.engine.admission import ResolvedRequest, draw_seed
 from descant.engine.logprobs import LogprobsColumn, LogprobsRecorder
@@ -179,7 +179,10 @@ class RunningRequests:
         return self.strategies[key]
 
     def _build_chain(self, plan: DecodingPlan, given: Sequence[Any]) -> ProcessorChain:
-        """A request's processors in order: those of its plan and, at their position, the user's."""
+        """A request's processors in order: those of its plan and, at their positions, the user's.
+
+        Its grammar has the last word: it is asked again after a processor of the user's that follows it.
+        """
         kinds = {type(one) for one in given}
         # A user processor replaces the one of its type that the config enables, unless that is a warper.
         chain: list[tuple[tuple[int, int], Processor]] = [
@@ -187,12 +190,20 @@ class RunningRequests:
             for position, spec in plan.processors
             if spec in LOGITS_WARPERS or type(spec.processor) not in kinds
         ]
+        own: list[tuple[tuple[int, int], Processor]] = []
         for index, one in enumerate(given):
             adapted = self.adapted_processors.get(id(one))
             if adapted is None:
                 adapted = self.adapted_processors[id(one)] = as_processor(one)
-            chain.append(((plan.custom_position, index), adapted))
-        _check_distinct_states(chain)
+            own.append(((_own_position(one, plan.order), index + 1), adapted))
+        _check_distinct_states([*chain, *own])
+        last, rank = max((position for position, _ in own), default=(-1, 0))
+        repeated: list[tuple[tuple[int, int], Processor]] = [
+            ((last, rank + 1), one)
+            for (position, _), one in chain
+            if isinstance(one, GrammarLogitsProcessor) and position < last
+        ]
+        chain += own + repeated
         return tuple(sorted(chain, key=lambda entry: entry[0]))
 
     def sync_processor_seeds(self, numbers: Sequence[int]) -> None:
@@ -319,6 +330,15 @@ def _batch_place(number: int, request: Request, plan: DecodingPlan) -> dict[str,
         first = number - request.prompt_index  # the requests of a call have consecutive numbers
         return {"batch_id": first, "batch_row": request.batch_row, "batch_size": request.batch_size}
     return {"batch_id": number, "batch_size": plan.params.num_sequences}
+
+
+def _own_position(processor: Any, order: Sequence[str]) -> int:
+    """The position of a user's processor in the order of a plan."""
+    name = getattr(processor, "order_name", CUSTOM)
+    if name not in order:
+        must = "of a processor must be a name of `processor_order`"
+        raise InputError("order_name", must, name, f"choose from {', '.join(order)}")
+    return order.index(name)
 
 
 def _recipe_processors(plan: DecodingPlan) -> tuple[Any, ...]:

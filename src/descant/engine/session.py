@@ -29,6 +29,7 @@ from descant.engine.scheduled_requests import ScheduledRequests
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.scheduling.scheduled_request import ScheduledRequest
 from descant.engine.single_entry import single_entry
+from descant.engine.step_faults import drop_tokens
 from descant.engine.table import Table
 from descant.engine.table_set import Placement, TableSet
 from descant.errors import DescantError, InputError
@@ -218,7 +219,7 @@ class Session:
                 self._tables.add(placement, undo)
                 undo.callback(self._forget, own)
                 self._table_of.update(dict.fromkeys(own, table))
-                beams = [one.plan.config.num_beams > 1 for one in placement.resolved]
+                beams = [one.plan.is_final_at_end for one in placement.resolved]
                 self.beam_requests.update(compress(own, beams))
                 table.admit(own, placement.resolved, found, undo)
             self._update_output_states()
@@ -383,8 +384,9 @@ class Session:
             self._tracer.end_step(self._tables.cache_bytes, own if failed else None)
         for table, selections in stepped:
             for one in selections:
-                if one.emitted is not None:
-                    self._undelivered.append(one.emitted)
+                emitted = drop_tokens(one.emitted, self.beam_requests)  # these have them at their end
+                if emitted is not None:
+                    self._undelivered.append(emitted)
                 if one.failed or one.finished:
                     self._endings.add(table, one)
         self._end_requests()

@@ -115,7 +115,7 @@ def _select(
     selection = None
     try:
         selection = group.strategy.select(rows, proposal, processed)
-        check_selection(selection, len(rows))
+        check_selection(selection, rows)
     except RequestFault as fault:
         if hooks.errors is None:
             raise fault.cause from None

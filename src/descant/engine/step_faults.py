@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import Array, Model, RowCache
-from descant.core.records import ForwardOutput, Proposal, Selection, Tokens
+from descant.core.records import ForwardOutput, Proposal, Selection, Tokens, row_params
+from descant.core.request_fault import RequestFault
 from descant.core.rows import Rows, index_rows, take_rows
 from descant.errors import DescantError, InputError, RowError, format_value, printable
 from descant.kv_cache.row_subset import row_subset
@@ -21,6 +23,7 @@ __all__ = [
     "check_selection",
     "checked_forward",
     "drop_requests",
+    "drop_tokens",
     "forward_or_fault",
     "request_error",
 ]
@@ -89,9 +92,9 @@ def _find_culprits(
     return culprits or {requests[-1]: error}
 
 
-def check_selection(selection: Selection, num_rows: int) -> None:
-    """Raise for a selection that does not fit the fed rows."""
-    tokens, parents = selection.tokens, selection.parents
+def check_selection(selection: Selection, rows: Rows) -> None:
+    """Raise for a selection that does not fit the fed rows, or has more rows of a request than planned."""
+    tokens, parents, num_rows = selection.tokens, selection.parents, len(rows)
     if parents is None and tokens.shape == (num_rows,):
         return
     if tokens.ndim != 1:
@@ -102,6 +105,14 @@ def check_selection(selection: Selection, num_rows: int) -> None:
     if len(values) != len(tokens) or (len(values) and not 0 <= values.min() <= values.max() < num_rows):
         must = f"of a selection must hold a fed row (0 to {num_rows - 1}) for each of {len(tokens)} tokens"
         raise InputError("parents", must, format_value(parents))
+    limits = row_params(rows).values.get("max_rows")
+    if isinstance(limits, Tensor):  # a recipe chooses
+        counts = Counter(rows.request[parents].tolist())
+        for request, limit in zip(rows.request.tolist(), limits.tolist(), strict=True):
+            if 0 <= limit < counts[request]:
+                must = f"must be the most rows that the strategy has for a request, it is {limit}"
+                do = 'have its `params` return it, as `{"max_rows": 4}`'
+                raise RequestFault(request, InputError("max_rows", must, counts[request], do))
 
 
 def drop_requests(selection: Selection | None, rows: Rows, dropped: Collection[int]) -> Selection:
@@ -119,7 +130,7 @@ def drop_requests(selection: Selection | None, rows: Rows, dropped: Collection[i
         slot=None if selection.slot is None else selection.slot[index],
         columns={name: take_rows(value, index) for name, value in selection.columns.items()},
         emit_mode=emit_mode,
-        emitted=None if selection.emitted is None else _drop_tokens(selection.emitted, dropped),
+        emitted=drop_tokens(selection.emitted, dropped),
         finished=[request for request in selection.finished if request not in dropped],
         failed=[request for request in selection.failed if request not in dropped],
         host_tokens=None if host is None else host[index],
@@ -138,11 +149,15 @@ _TOKEN_COLUMNS = (
 )
 
 
-def _drop_tokens(emitted: Tokens, dropped: Collection[int]) -> Tokens | None:
+def drop_tokens(emitted: Tokens | None, dropped: Collection[int]) -> Tokens | None:
     """The emitted tokens without those of these requests; None: none is left."""
+    if emitted is None or not dropped:
+        return emitted
     index = _kept_index(emitted.request, dropped)
     if not len(index):
         return None
+    if len(index) == len(emitted.request):
+        return emitted
     row = index if emitted.row is None else emitted.row[index]
     new_index = {old: new for new, old in enumerate(index.tolist())}
     columns: dict[str, Any] = {

@@ -153,25 +153,40 @@ class Recipe:
         """Row parameters that the recipe adds to or changes from those of the config."""
         if self.kind == "wrapper":
             return {self.row_flag: 1}
-        params = getattr(self.make, "params", None)
-        if self.kind != "strategy" or params is None:
+        if self.kind != "strategy":
             return {}
-        values = dict(params(config, **self.arguments))
-        num_sequences, num_returned = values.get("num_sequences"), config.num_return_sequences
-        if num_sequences is None or num_sequences == num_returned:
-            return values
-        if (
-            not isinstance(num_sequences, int)
-            or isinstance(num_sequences, bool)
-            or not num_returned <= num_sequences <= _MAX_ROWS
-        ):
-            requirement = f"must give a request at least the {num_returned} rows of `num_return_sequences`"
-            raise RecipeError(self.name, f"its `params` {requirement}, got `num_sequences` {num_sequences!r}")
-        for name in STEP_OUTPUT_FIELDS if config.return_dict_in_generate else ():
-            if getattr(config, name):
-                requirement = f"is not supported with {self.name}, whose rows are not its returned sequences"
-                raise ConfigError((name, "recipe"), requirement, True, "leave it out")
+        values, num_returned = self._given_params(config), config.num_return_sequences
+        forks = "max_rows" in values
+        least = 1 if forks else num_returned
+        num_sequences = values.setdefault("num_sequences", least)
+        self._check_count("num_sequences", num_sequences, least, "`num_return_sequences`")
+        max_rows = values.setdefault("max_rows", num_sequences)
+        self._check_count("max_rows", max_rows, num_sequences, "`num_sequences`")
+        if forks or num_sequences != num_returned:
+            for name in STEP_OUTPUT_FIELDS if config.return_dict_in_generate else ():
+                if getattr(config, name):
+                    must = f"is not supported with {self.name}, whose rows are not its returned sequences"
+                    raise ConfigError((name, "recipe"), must, True, "leave it out")
+        if num_returned > 1 and not (forks or config.do_sample):
+            must = f"must be 1 in greedy search with {self.name}, whose rows do not fork"
+            do = "set do_sample=True, or have its `params` give `max_rows`"
+            raise ConfigError("num_return_sequences", must, num_returned, do)
         return values
+
+    def _check_count(self, name: str, value: Any, least: int, source: str) -> None:
+        """Raise for a number of rows that its `params` must not give."""
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _MAX_ROWS:
+            must = f"must give a request at least the {least} rows of {source}, at most {_MAX_ROWS}"
+            raise RecipeError(self.name, f"its `params` {must}, got `{name}` {value!r}")
+
+    def forks(self, config: GenerationConfig) -> bool:
+        """Whether its rows may fork at any step, so that it says itself how many sequences there are."""
+        return "max_rows" in self._given_params(config)
+
+    def _given_params(self, config: GenerationConfig) -> dict[str, Any]:
+        """The row parameters that its strategy gives."""
+        params = getattr(self.make, "params", None) if self.kind == "strategy" else None
+        return {} if params is None else dict(params(config, **self.arguments))
 
     @cached_property
     def processor(self) -> Any:

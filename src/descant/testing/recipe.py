@@ -169,7 +169,10 @@ class _RecipeChecker:
         for index, fields in enumerate(configs.values()):
             request = Request(self.prompts[index], self._config(index, fields), recipe=self.recipe)
             try:
-                outcomes(self.model, [request])
+                [alone] = outcomes(self.model, [request])
+                cause = None if alone.error is None else alone.error.__cause__
+                if isinstance(cause, ConfigError):  # refused at its end: it has fewer sequences
+                    raise cause
             except ConfigError as error:
                 errors.append(error)
             else:

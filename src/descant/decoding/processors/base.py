@@ -41,6 +41,7 @@ class LogitsProcessor:
     """
 
     config_fields: ClassVar[tuple[str, ...]] = ()  # config fields passed unchanged as parameters
+    order_name: ClassVar[str] = "custom"  # of one's own: its place in `processor_order`, after the one there
     state: Mapping[str, float] = NO_STATE
     is_random: ClassVar[bool] = False  # whether it uses `context.uniform_per_token` or `uniform_per_sequence`
 

@@ -65,7 +65,6 @@ __all__ = [
     "BACKTRACK_MASK",
     "CUSTOM",
     "DEFAULT_ORDER",
-    "GRAMMAR_SPEC",
     "LOGITS_PROCESSORS",
     "LOGITS_WARPERS",
     "PROCESSOR_SPECS",
@@ -191,9 +190,9 @@ LOGITS_PROCESSORS: Final[tuple[ProcessorSpec, ...]] = (
     _make_spec(ForceTokensLogitsProcessor, "forced_decoder_ids", _has_forced_tokens),
     _make_spec(WhisperTimeStampLogitsProcessor, "return_timestamps", is_set("return_timestamps", False)),
     _make_spec(ThinkingBudgetLogitsProcessor, "thinking_budget", is_set("thinking_budget"), "thinking_end"),
+    # Before all that keeps the most likely, the user's own included: these then keep permitted ones.
+    _make_spec(GrammarLogitsProcessor, "grammar", is_set("grammar")),
 )
-# Behind all that bans tokens and before all that keeps the most likely: a warper then keeps permitted ones.
-GRAMMAR_SPEC: Final = _make_spec(GrammarLogitsProcessor, "grammar", is_set("grammar"))
 LOGITS_WARPERS: Final[tuple[ProcessorSpec, ...]] = (
     _make_spec(TemperatureLogitsWarper, "temperature", _has_fixed_temperature),
     _make_spec(
@@ -218,7 +217,7 @@ LOGITS_WARPERS: Final[tuple[ProcessorSpec, ...]] = (
     _make_spec(GumbelWatermarkLogitsProcessor, "watermarking_config", _uses_watermark("gumbel")),
     _make_spec(LogitNormalization, "renormalize_logits", is_set("renormalize_logits", False)),
 )
-PROCESSOR_SPECS: Final = (*LOGITS_PROCESSORS, GRAMMAR_SPEC, *LOGITS_WARPERS)
+PROCESSOR_SPECS: Final = (*LOGITS_PROCESSORS, *LOGITS_WARPERS)
 BACKTRACK_MASK: Final = "banned_phrases"  # processor of strategies that backtrack, also those of recipes
 CUSTOM: Final = "custom"  # name of the user's own processors in `processor_order`
 DEFAULT_ORDER: Final = tuple(
@@ -226,7 +225,6 @@ DEFAULT_ORDER: Final = tuple(
         (
             *(spec.name for spec in LOGITS_PROCESSORS),
             CUSTOM,
-            GRAMMAR_SPEC.name,
             *(spec.name for spec in LOGITS_WARPERS),
         )
     )

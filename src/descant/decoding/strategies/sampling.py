@@ -53,6 +53,13 @@ class Sampling:
         rows, parents = self._expand_sequences(rows)
         if parents is not None:
             scores = index_rows(scores, parents)
+        return self.continue_rows(rows, scores, parents)
+
+    def continue_rows(self, rows: Rows, scores: Tensor, parents: Tensor | None = None) -> Selection:
+        """One token for each row by its scores [R', V]; row `i` was forked from the fed row `parents[i]`.
+
+        Without `parents` [R'] (host) the rows are those that were fed.
+        """
         tokens, best_scores, host = self._choose_tokens(rows, scores)
         emitted = Tokens(rows.request, rows.slot, host, parents)
 
