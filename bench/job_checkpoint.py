@@ -22,7 +22,6 @@ from pathlib import Path
 
 from bench.process_time import process_family
 from descant.jobs.shard_folder import JobManifest, ShardFolder
-from descant.jobs.shard_formats import JsonLinesShards
 from descant.jobs.source import JobSource
 from tools.job_battery.ray_environment import ray_environment
 
@@ -168,9 +167,10 @@ def _prepare_job(rows: int, folder: Path) -> None:
     with (folder / "rows.jsonl").open("w") as file:
         file.writelines(json.dumps({"id": one}) + "\n" for one in ids)
     sink = _sink(rows, folder)
+    sink.path.mkdir()
     for shard in range(rows // _SHARD_ROWS):
         records = [{"row": row, "id": ids[row]} for row in sink.manifest.rows_of(shard)]
-        sink.results_file(shard).write_bytes(JsonLinesShards().encode(records))
+        sink.write(shard, records, [])
 
 
 def _resume_job(rows: int, folder: Path, id_column: str | None) -> dict[str, int]:

@@ -173,7 +173,7 @@ def engine_side(job: Job, model: Any, tokenizer: Any) -> SideResult:
 async def _run_requests(model: JobModel) -> list[Finished]:
     job = model.job
     engine, config = model.start_engine()
-    places = asyncio.Semaphore(job.max_in_flight)
+    places = asyncio.Semaphore(job.rows_in_flight)
     finished: list[Finished] = []
 
     async def run(request: Request) -> None:

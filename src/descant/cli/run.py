@@ -72,7 +72,7 @@ class RunCommand(ConfigCommand):
         int | None, typer.Option(min=1, help="Rows that are sorted by length (default: 1024).")
     ] = None
     max_in_flight: Annotated[
-        int | None, typer.Option(min=1, help="Requests in an engine at once (default: 256).")
+        int | None, typer.Option(min=1, help="Requests in an engine at once (256, on a CPU 64).")
     ] = None
     engine: Annotated[
         str | None, typer.Option(help="descant, vllm, or auto: vLLM for all that it can run (descant).")

@@ -42,7 +42,10 @@ _NOT_IN_JOBS: Final = {
     "prefix_allowed_tokens_fn": "is not supported in jobs, which are described by data",
 }
 _COLUMN_LISTS: Final = ("override_columns", "keep_columns")
-_COUNTS: Final = ("shard_rows", "window", "max_in_flight", "workers")
+_COUNTS: Final = ("shard_rows", "window", "workers")
+_OPTIONAL_COUNTS: Final = ("max_in_flight", "cpus_per_worker")
+# A CPU computes more rows at once hardly faster, and each of them ends later.
+_DEFAULT_IN_FLIGHT, _DEFAULT_IN_FLIGHT_ON_CPU = 256, 64
 _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
     "engine": ("descant", "vllm", "auto"),
     "sink_format": SINK_FORMATS,
@@ -76,7 +79,7 @@ class JobDescription:
     shard_rows: int = 1000
     sink_format: str = "jsonl"  # or "parquet"
     window: int = 1024  # rows that are sorted by length before they start
-    max_in_flight: int = 256  # requests in an engine at once
+    max_in_flight: int | None = None  # requests in an engine at once; None: 256, and 64 on a CPU
     engine: str = "descant"  # "vllm", or "auto": vLLM for all that it can run
     engine_options: Mapping[str, Any] = field(default_factory=dict)  # of vLLM's EngineArgs
     workers: int = 1  # processes, or actors on Ray, that each load the model
@@ -148,6 +151,14 @@ class JobDescription:
         return _as_texts("source", self.source)
 
     @property
+    def rows_in_flight(self) -> int:
+        """The most rows in an engine at once."""
+        if self.max_in_flight is not None:
+            return self.max_in_flight
+        is_on_cpu = self.engine == "descant" and (self.device or "cpu") == "cpu"
+        return _DEFAULT_IN_FLIGHT_ON_CPU if is_on_cpu else _DEFAULT_IN_FLIGHT
+
+    @property
     def source_columns(self) -> frozenset[str] | None:
         """The columns of the source that the job uses, beside that of the ids; None: all."""
         if self.select is not None and self.select.needs_row:
@@ -163,9 +174,10 @@ class JobDescription:
                 raise InputError(name, "must be text", value)
         if self.dtype not in DTYPES:
             raise InputError("dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
-        cpus = self.cpus_per_worker
-        if cpus is not None and (type(cpus) is not int or cpus < 1):
-            raise InputError("cpus_per_worker", "must be an integer >= 1", cpus)
+        for name in _OPTIONAL_COUNTS:
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise InputError(name, "must be an integer >= 1", value)
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise InputError(name, f"must be one of {', '.join(filter(None, choices))}", value)

@@ -156,13 +156,13 @@ class JobRun:
             rows=manifest.rows,
             earlier=manifest.rows - num_missing,
             earlier_failed=found.failed_rows,
-            in_flight=min(num_missing, job.max_in_flight * job.workers),
+            in_flight=min(num_missing, job.rows_in_flight * job.workers),
             damaged_files=tuple(folder.results_file(shard).name for shard in found.damaged),
             on_progress=on_progress,
         )
         progress.tell()
         if found.missing:
-            max_rows = max(job.window, job.max_in_flight)
+            max_rows = max(job.window, job.rows_in_flight)
             groups = group_shards(found.missing, manifest, summary.positions, max_rows, job.workers)
             callbacks = WorkerCallbacks(progress.add, progress.retry, progress.finish)
             workers().run(groups, folder, callbacks)
@@ -182,7 +182,7 @@ class JobRun:
         folder.check()
         missing = folder.check_shards().missing
         num_missing = sum(len(manifest.rows_of(shard)) for shard in missing)
-        count = min(num_missing, _MEASURED_ROWS, self.job.max_in_flight)
+        count = min(num_missing, _MEASURED_ROWS, self.job.rows_in_flight)
         # Spread over the missing rows: a source may be sorted by length.
         chosen = {_missing_row(missing, manifest, number * num_missing // count) for number in range(count)}
         measured = [row for row in self._source if row.index in chosen] if chosen else []

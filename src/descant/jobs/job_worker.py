@@ -84,7 +84,7 @@ class JobWorker:
         self.name = name
         self._model, self._run, self._workers = model, run, workers
         self._source: JobSource | None = None
-        self._places = asyncio.Semaphore(self.job.max_in_flight)
+        self._places = asyncio.Semaphore(self.job.rows_in_flight)
         self._starting = asyncio.Lock()  # one group at a time starts rows
         self._stack = ExitStack()
 
@@ -245,9 +245,17 @@ class _GroupRun:
         return (row for row in rows if row.index // size in shards)
 
     def _next_window(self, rows: Iterator[SourceRow]) -> list[RowTask]:
-        """The next rows with their requests, the longest first: rows of similar length run together."""
-        tasks = [self._worker.make_task(row) for row in itertools.islice(rows, self._worker.job.window)]
-        return sorted(tasks, key=lambda task: -len(task.request.prompt) if task.request is not None else 0)
+        """The next rows with their requests, the longest first: rows of similar length run together.
+
+        Shards that can run at once come before later ones, so that they are saved when their rows end.
+        """
+        job, size = self._worker.job, self._manifest.shard_rows
+        rows_at_once = -(-job.rows_in_flight // size) * size
+
+        def place(task: RowTask) -> tuple[int, int]:
+            return task.row.index // rows_at_once, 0 if task.request is None else -len(task.request.prompt)
+
+        return sorted(map(self._worker.make_task, itertools.islice(rows, job.window)), key=place)
 
     async def _run_beside_others(self, task: RowTask) -> None:
         try:
@@ -260,7 +268,7 @@ class _GroupRun:
 
     async def _run_alone(self, row: SourceRow) -> None:
         """Run a row while no other one is running in this worker."""
-        limit = self._worker.job.max_in_flight
+        limit = self._worker.job.rows_in_flight
         for _ in range(limit):
             await self._worker._places.acquire()
         try:

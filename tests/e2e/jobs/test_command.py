@@ -119,7 +119,7 @@ def test_progress_is_a_line_from_time_to_time_without_a_terminal(monkeypatch, ca
     clock = iter((0.0, 11.0, 11.0, 12.0))  # the first row starts it
     monkeypatch.setattr("descant.cli.job_progress.time.monotonic", lambda: next(clock))
     with JobProgressDisplay() as display:
-        for finished in (1, 2, 3):
+        for finished in (0, 1, 2, 3):
             display.update(JobProgress(10, finished, 1, finished, 40, 2.0))
     assert capsys.readouterr().err == "2 of 10 rows, 20 tokens a second, 1 failed, 0:00:08 left\n"
     assert format_seconds(3723.4) == "1:02:03"

@@ -44,6 +44,21 @@ def test_limits_do_not_change_a_byte(make_job, loaded, contents, tmp_path) -> No
     assert all_rows(job.sink) == list(range(23))
 
 
+def test_shards_are_saved_while_later_rows_run(make_job, loaded) -> None:
+    """Also where all rows fit into one window."""
+    rows = [{"text": "a ship " * (number * 7 % 11 + 1)} for number in range(60)]
+    config = GenerationConfig(max_new_tokens=4, min_new_tokens=4)
+    job = make_job(rows, shard_rows=4, max_in_flight=8, generation_config=config)
+    saved: dict[int, int] = {}
+
+    def count(progress: JobProgress) -> None:
+        saved[progress.finished] = len(list(Path(job.sink).glob("shard-*")))
+
+    job.run(*loaded, on_progress=count)
+    assert saved[0] == 0
+    assert all(count >= (finished - 16) // 4 - 2 for finished, count in saved.items())
+
+
 def test_other_seeds_give_other_samples(make_job, loaded, contents, tmp_path) -> None:
     first, second = (make_job(seed=seed, sink=str(tmp_path / f"sink{seed}")) for seed in (0, 1))
     first.run(*loaded)
@@ -237,6 +252,14 @@ def test_a_torn_temporary_file_is_not_taken_for_a_shard(make_job, loaded, conten
     torn.write_bytes(whole["shard-00001.jsonl"][:40])
     assert job.run(*loaded).computed_rows == 10
     assert contents(job.sink) == whole  # the leftover is removed
+
+
+def test_the_time_left_is_told_when_the_pace_is_known() -> None:
+    def left(finished: int, computed: int) -> float | None:
+        return JobProgress(300, finished, 0, computed, 9, seconds=50.0, in_flight=64).seconds_left
+
+    assert [left(0, 0), left(1, 1), left(63, 63), left(64, 64)] == [None, None, None, 236 * 50 / 64]
+    assert [left(201, 1), left(249, 49), left(250, 50)] == [None, None, 50]  # 200 rows are of earlier runs
 
 
 def test_an_estimate_writes_nothing(make_job, loaded) -> None:
