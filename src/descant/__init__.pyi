@@ -170,6 +170,7 @@ from descant.kv_cache.prefix_cache import PrefixReport as PrefixReport
 from descant.models.bayesian_detector import BayesianDetectorConfig as BayesianDetectorConfig
 from descant.models.bayesian_detector import BayesianDetectorModel as BayesianDetectorModel
 from descant.models.compiled_layers import CompiledLayers as CompiledLayers
+from descant.models.fingerprint import weights_changed as weights_changed
 from descant.models.hf_caches.exports import Cache as Cache
 from descant.models.hf_caches.exports import CacheConfig as CacheConfig
 from descant.models.hf_caches.exports import DynamicCache as DynamicCache

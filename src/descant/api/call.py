@@ -180,9 +180,6 @@ class Call:
                 scheduler=options.scheduler,
             )
         self.criteria = tuple(options.criteria)  # as they are called
-        traits = self.session.traits
-        if self.user_cache is not None and traits.cache_type == "kv" and not traits.is_encoder_decoder:
-            self.user_cache.check_model(model)  # other models are refused with the reason at admission
         self.request_ids: list[int] = []
         self.configs: list[GenerationConfig] = []
         self.healed_suffixes: list[HealedSuffix] = []  # the tokens that healing removed from each prompt
@@ -260,6 +257,10 @@ class Call:
         first_row, requests = 0, []
         batch_size = self._num_fixed_rows()
         adapter_names = adapter_names_of(options.adapter_names, len(self.configs))
+        traits, past = self.session.traits, self.user_cache
+        is_checked = traits.cache_type == "kv" and not traits.is_encoder_decoder  # admission refuses others
+        if past is not None and is_checked and isinstance(self.session, Session):
+            past.check_model(self.session.model, adapter_names)
         for index, config in enumerate(self.configs):
             requests.append(
                 Request(

@@ -25,6 +25,7 @@ from descant.engine.prefix_reuse import prefill_chunk
 from descant.errors import InputError, UnsupportedModel, format_value
 from descant.kv_cache.cached_row import is_lossless, read_layers
 from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.model_state import changes_so_far
 from descant.kv_cache.paged import PagedStore
 from descant.models.fingerprint import check_fingerprint, fingerprint
 from descant.models.hf_caches.base import Cache
@@ -55,6 +56,7 @@ class PromptCache(Cache):
         super().__init__(store)
         self.tokens: list[Tensor] | None = list(tokens)
         self.model_fingerprint = dict(model_fingerprint)
+        self.made_at = changes_so_far()  # reported changes of its model after it make it stale
         self.read_only = True
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -13,7 +13,7 @@ from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import InputError
 from descant.kv_cache.cached_row import CachedRow, gather_rows, is_lossless, read_layers
 from descant.kv_cache.recurrent_state import RecurrentStateCache
-from descant.models.fingerprint import check_fingerprint
+from descant.models.fingerprint import check_prompt_cache
 from descant.models.hf_caches.exports import (
     Cache,
     DynamicCache,
@@ -44,11 +44,10 @@ class UserCache:
         self.frozen = bool(getattr(self.hf_cache, "read_only", False)) or isinstance(given, tuple | list)
         self._store = cast(KVCache, self.hf_cache.commit_store())
 
-    def check_model(self, model: Any) -> None:
-        """Raise for a prompt cache that another model made, or this one before its weights changed."""
-        made_by = getattr(self._given, "model_fingerprint", None)
-        if made_by and not self.is_empty and isinstance(getattr(model, "network", model), torch.nn.Module):
-            check_fingerprint(model, made_by, _ARGUMENT, cheap=True)
+    def check_model(self, model: Any, adapters: Sequence[str | None]) -> None:
+        """Raise for a prompt cache that this model with these adapters would not make."""
+        if not self.is_empty:
+            check_prompt_cache(self._given, model, _ARGUMENT, adapters)
 
     @property
     def is_empty(self) -> bool:

@@ -149,9 +149,6 @@ def _resolve_one(
     """One request by its plan; its inputs have room for `limit` tokens, prompt included."""
     if not isinstance(request.cache_salt, bytes):
         raise InputError("cache_salt", "must be bytes", request.cache_salt)
-    if request.adapter_name is not None:  # adapters share no cached prefix
-        salt = request.cache_salt + b"\0adapter\0" + request.adapter_name.encode()
-        request = replace(request, cache_salt=salt)
     if request.prompt_logprobs is not None:
         do = "send it to a descant.AsyncEngine"
         raise InputError("prompt_logprobs", "must be None in a session", request.prompt_logprobs, do)
@@ -172,7 +169,7 @@ def _resolve_one(
     info = replace(prompt_info(request, ids, offset, suffix), max_length=limit)
     prompt_params, method_params = plan.prompt_params(info, traits), plan.row_method_params(info)
     if plan.config.suffix_lookup_shared:
-        method_params["suffix_lookup_salt"] = request.cache_salt
+        method_params["suffix_lookup_salt"] = request.cache_salt, request.adapter_name
     if plan.config.grammar is not None:
         method_params[GRAMMAR_PARAM] = matcher_pool(request, plan.config, suffix)
     num_healed = 0 if suffix is None else len(suffix)

@@ -28,6 +28,7 @@ from descant.errors import ConfigError, InputError
 from descant.kv_cache.cached_row import CachedRow, is_lossless, layer_indices, unwrap_cache
 from descant.kv_cache.prefix_cache import PrefixCache
 from descant.kv_cache.row_subset import row_subset
+from descant.models.fingerprint import check_prompt_cache
 from descant.models.no_cache import NoCache
 
 __all__ = [
@@ -58,7 +59,8 @@ class _PrefixKey(NamedTuple):
 
     prompt: Tensor  # [L] (host)
     cache_salt: bytes
-    generation: int  # of the weights with which it was admitted
+    adapter: str | None
+    generation: int  # of the model with which it was admitted
 
 
 class PrefixReuse:
@@ -67,12 +69,13 @@ class PrefixReuse:
     def __init__(
         self, model: Model, prefix_cache: PrefixCache | None = None, *, is_pool_limited: bool = False
     ) -> None:
-        self._traits = model.traits
+        self._model, self._traits = model, model.traits
         self._prefix_cache = prefix_cache
         self._finished_kv = FinishedKV(is_pool_limited=is_pool_limited)
         self._returning: set[int] = set()  # requests that return their keys and values
         self._prefix_keys: dict[int, _PrefixKey] = {}  # requests that use the prefix cache
         self._unpublished: set[int] = set()  # those of them that are not prefilled yet
+        self._is_checked = False  # whether the model has been compared since the last step
         self._chunk_sizes: dict[int, int] = {}  # requests with chunked prefill
         if prefix_cache is not None:
             prefix_cache.bind_model(model if model.network is None else model.network)
@@ -86,6 +89,7 @@ class PrefixReuse:
     def check(self, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache) -> None:
         """Raise for a past, a prefill or a result that a request with the prompt `ids` [L] cannot have."""
         past = as_cached_row(request.past_key_values)
+        check_prompt_cache(request.past_key_values, self._model, _PAST_ARGUMENT, [request.adapter_name])
         self._check_use_cache(request, plan, cache)
         if request.return_past_key_values:
             self._check_returnable(plan, cache)
@@ -101,8 +105,8 @@ class PrefixReuse:
         past = as_cached_row(request.past_key_values)
         if past is None and self._is_prefix_cacheable(request, cache) and not plan.needs_full_prefill:
             assert self._prefix_cache is not None
-            self._prefix_cache.drop_stale()
-            past = self._prefix_cache.lookup(ids, request.cache_salt, is_counted=is_counted)
+            salt, adapter = request.cache_salt, request.adapter_name
+            past = self._prefix_cache.lookup(ids, salt, adapter=adapter, is_counted=is_counted)
         size = 0 if past is None else min(past.length, len(ids) - 1)
         return CachedPrefix() if size <= 0 or plan.needs_full_prefill else CachedPrefix(past, size)
 
@@ -115,8 +119,9 @@ class PrefixReuse:
             self._returning.add(number)
         if self._is_prefix_cacheable(request, cache):
             assert self._prefix_cache is not None
-            generation = self._prefix_cache.generation
-            self._prefix_keys[number] = _PrefixKey(ids.cpu(), request.cache_salt, generation)
+            self._prefix_keys[number] = _PrefixKey(
+                ids.cpu(), request.cache_salt, request.adapter_name, self._prefix_cache.generation
+            )
             self._unpublished.add(number)
         size = plan.prefill_chunk_size
         if size is not None and not request.inputs and not _is_no_cache(cache):
@@ -146,6 +151,7 @@ class PrefixReuse:
 
     def publish_prompts(self, cache: RowCache, rows: Rows) -> None:
         """Insert the prompts that were prefilled in this step into the prefix cache."""
+        self._is_checked = False
         if not self._unpublished:
             return
         assert self._prefix_cache is not None
@@ -156,11 +162,14 @@ class PrefixReuse:
         self._unpublished.clear()
 
     def _insert(self, key: _PrefixKey, tokens: Tensor, cached: CachedRow) -> None:
-        """Insert a prompt and further tokens, unless the weights have changed since it was admitted."""
+        """Insert a prompt and further tokens, unless the model has changed since it was admitted."""
         assert self._prefix_cache is not None
-        if key.generation == self._prefix_cache.drop_stale():
+        if not self._is_checked:  # once for all requests of a step
+            self._prefix_cache.drop_stale()
+            self._is_checked = True
+        if key.generation == self._prefix_cache.generation:
             sequence = torch.cat((key.prompt, tokens.to(key.prompt.dtype)))
-            self._prefix_cache.insert(sequence, cached, key.cache_salt)
+            self._prefix_cache.insert(sequence, cached, key.cache_salt, adapter=key.adapter)
 
     def collect_finished(self, number: int, sequences: Sequence[Hypothesis]) -> tuple[CachedRow, ...]:
         """Insert the sequences of a request into the prefix cache; return their rows if it asks for them."""

@@ -47,6 +47,7 @@ class PromptScores:
             return_past_key_values=self._has_keys,
             priority=request.priority,
             deadline=request.deadline,
+            adapter_name=request.adapter_name,
         )
         try:
             self.session.admit(scored, numbers=[number])

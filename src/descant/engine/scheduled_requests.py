@@ -32,6 +32,7 @@ from descant.errors import DeadlineExceeded, InputError, NotEnoughMemory
 from descant.kv_cache.cached_row import unwrap_cache
 from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.prefix_cache import PrefixCache
+from descant.models.peft_adapters import ADAPTER_NAME_KEY
 
 __all__ = ["ScheduledRequests"]
 
@@ -129,7 +130,7 @@ class ScheduledRequests:
 
     def forget(self, number: int) -> None:
         """Drop what is kept of a request outside the tables."""
-        self._reader.drop(number)
+        self._stop_reading(number)
         for kept in (self._waiting, self._found, self._parked, self.failed):
             kept.pop(number, None)
 
@@ -167,7 +168,7 @@ class ScheduledRequests:
     def _preempt(self, number: int) -> None:
         """Free what a request holds; its tokens are read again later."""
         self.num_preemptions += 1
-        self._reader.drop(number)
+        self._stop_reading(number)
         self._found.pop(number, None)
         if number in self:
             return  # it was being read
@@ -244,11 +245,22 @@ class ScheduledRequests:
             table, rows = self._parked[number]
             prefix, cache = CachedPrefix(), table.cache
         else:
+            one = self._waiting[number]
             prefix = self._found.get(number, CachedPrefix())
-            rows = _prompt_rows(number, self._waiting[number], self._model.device)
-            cache = self._tables.place([self._waiting[number]])[0].cache
+            rows = _prompt_rows(number, one, self._model.device)
+            cache = self._tables.place([one])[0].cache
+            # The only input with which a prompt is read in chunks: its table adds it too late for them.
+            name = one.request.adapter_name
+            if name is not None:
+                self._model.add_requests([number], {ADAPTER_NAME_KEY: [name]})
         self._reader.start(number, rows, prefix, unwrap_cache(cache, _NO_ROWS)[0].select(_NO_ROWS))
         self._found.pop(number, None)
+
+    def _stop_reading(self, number: int) -> None:
+        """Drop what is read of a request that has not joined its table."""
+        if number in self._reader and number in self._waiting:
+            self._model.remove_requests([number])
+        self._reader.drop(number)
 
     def _is_chunkable(self, table: Table) -> bool:
         """Whether parked rows of a table can be read again piece by piece."""
@@ -264,6 +276,8 @@ class ScheduledRequests:
         if number not in self._waiting:
             return PrefixHit()
         [placement] = self._tables.place([self._waiting[number]])
+        if self._prefix_cache is not None and not self._looked_up:  # once for all requests of a plan
+            self._prefix_cache.drop_stale()
         self._looked_up.append(number)
         [prefix] = placement.cached_prefixes(is_counted=False)
         self._found[number] = prefix

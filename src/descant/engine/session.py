@@ -196,6 +196,8 @@ class Session:
             _check_unscheduled(request)
         placements = self._tables.place(resolved)
         self._tables.check(placements)
+        if self._prefix_cache is not None:
+            self._prefix_cache.drop_stale()
         prefixes = [placement.cached_prefixes() for placement in placements]
         self._check_ranks(resolved, placements)
         numbers = numbers or [next(self._request_ids) for _ in requests]

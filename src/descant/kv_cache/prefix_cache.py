@@ -18,8 +18,8 @@ from descant.core.interfaces import Array, KVCache
 from descant.errors import InputError
 from descant.kv_cache.block_pool import BlockPool
 from descant.kv_cache.cached_row import CachedRow, read_layers
+from descant.kv_cache.model_state import ModelState
 from descant.kv_cache.paged import PagedStore
-from descant.kv_cache.weight_versions import weight_versions
 
 __all__ = ["PrefixCache", "PrefixReport"]
 
@@ -101,13 +101,16 @@ class PrefixCache:
     """Prompt prefixes reused across requests: `Session(model, prefix_cache=PrefixCache())`.
 
     Prompts and outputs are cut into blocks of `block` tokens. The key of a block is the SHA-256 of its
-    tokens, the key of the block before it, and two salts: the cache's and the request's
-    (`Request.cache_salt`). Requests with different salts share nothing, so timing reveals nothing between
-    them. Above `max_bytes` the least recently used blocks are evicted, the end of a text before its start.
-    Of a paged cache whose block size divides `block` it refers to the pool's own blocks; others are copied.
+    tokens, the key of the block before it, two salts, the cache's and the request's (`Request.cache_salt`),
+    and the adapter that the request names. Requests with different salts share nothing, so timing reveals
+    nothing between them. Above `max_bytes` the least recently used blocks are evicted, the end of a text
+    before its start. Of a paged cache whose block size divides `block` it refers to the pool's own blocks;
+    others are copied.
 
-    A cache serves one model, the first it is used with. When its weights change, all blocks are dropped;
-    torch does not count changes through `.data`, so call `clear` after those.
+    A cache serves one model, the first it is used with. All blocks are dropped when the model changes: its
+    weights, buffers, adapters, forward hooks or training mode. Of a large weight some numbers are compared. A
+    change that torch does not count and that may miss those has to be reported with
+    `descant.weights_changed(model)`.
     """
 
     def __init__(self, max_bytes: int = 2**30, *, salt: bytes = b"", block: int = 32) -> None:
@@ -121,8 +124,8 @@ class PrefixCache:
         self._blocks: OrderedDict[bytes, _PrefixBlock | _PooledPrefixBlock] = OrderedDict()
         self._chains: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
         self._model: weakref.ref[Any] | None = None
-        self._weight_versions: tuple[object, ...] = ()
-        self.generation = 0  # counts the changes of the model's weights
+        self._state: ModelState | None = None
+        self.generation = 0  # counts the changes of the model
         self._hits = self._misses = self._tokens_read = self._tokens_found = 0
         self._total_bytes = self._num_evicted = 0
         self._num_pooled = 0  # pool blocks that it refers to
@@ -159,7 +162,7 @@ class PrefixCache:
         self._chains.clear()
         self._unused.clear()
         self._digest_of.clear()
-        self._total_bytes, self._num_pooled, self._model, self._weight_versions = 0, 0, None, ()
+        self._total_bytes, self._num_pooled, self._model, self._state = 0, 0, None, None
 
     def bind_model(self, model: object) -> None:
         """Bind the cache to a model; raise if it is bound to another one."""
@@ -167,30 +170,35 @@ class PrefixCache:
         if bound is None:
             if self._model is not None:
                 self.clear()
-            self._model, self._weight_versions = weakref.ref(model), weight_versions(model)
+            self._model, self._state = weakref.ref(model), ModelState(model)
         elif bound is not model:
             do = "use one prefix cache per model, or call clear()"
             raise InputError("prefix_cache", "must not be bound to another model", type(bound).__name__, do)
         self.drop_stale()
 
     def drop_stale(self) -> int:
-        """Drop all blocks if the weights of the model have changed; returns the generation of the weights."""
-        model = None if self._model is None else self._model()
-        versions = () if model is None else weight_versions(model)
-        if versions != self._weight_versions:
+        """Drop all blocks if the model has changed; returns the generation of the model.
+
+        `lookup` and `insert` do not check: this reads some numbers of each weight.
+        """
+        state = ModelState(None if self._model is None else self._model())
+        if state != self._state:
             bound = self._model
             self.clear()
-            self._model, self._weight_versions = bound, versions
+            self._model, self._state = bound, state
             self.generation += 1
         return self.generation
 
-    def lookup(self, tokens: Tensor, salt: bytes = b"", *, is_counted: bool = True) -> CachedRow | None:
+    def lookup(
+        self, tokens: Tensor, salt: bytes = b"", *, adapter: str | None = None, is_counted: bool = True
+    ) -> CachedRow | None:
         """The longest cached prefix of a prompt [L] (host); the last token is always left to feed.
 
-        `is_counted` says whether it is a hit or a miss of the statistics.
+        `adapter` is the one that the request names. `is_counted` says whether it is a hit or a miss of the
+        statistics.
         """
         matched: list[bytes] = []
-        for digest in self._digests(tokens[: len(tokens) - 1], salt):
+        for digest in self._digests(tokens[: len(tokens) - 1], salt, adapter):
             if digest not in self._blocks:
                 break
             matched.append(digest)
@@ -207,9 +215,11 @@ class PrefixCache:
             self._chains[matched[-1]] = chain
         return CachedRow(cast(KVCache, chain))
 
-    def insert(self, tokens: Tensor, cached: CachedRow, salt: bytes = b"") -> None:
+    def insert(
+        self, tokens: Tensor, cached: CachedRow, salt: bytes = b"", *, adapter: str | None = None
+    ) -> None:
         """Keep the full blocks of tokens [L] (host) of their cached row: by reference, or as copies."""
-        digests = list(self._digests(tokens[: cached.length], salt))
+        digests = list(self._digests(tokens[: cached.length], salt, adapter))
         if not digests:
             return
         new = [index for index, digest in enumerate(digests) if digest not in self._blocks]
@@ -292,11 +302,12 @@ class PrefixCache:
             if digest in self._unused:
                 self._unused.move_to_end(digest)
 
-    def _digests(self, tokens: Tensor, salt: bytes) -> Iterator[bytes]:
-        """The key of each full block: a hash of its tokens, all blocks before it, and the salts."""
-        salt = _check_bytes("salt", salt)
-        sizes = b"".join(len(salt_bytes).to_bytes(8, "little") for salt_bytes in (self._salt, salt))
-        digest = hashlib.sha256(b"descant prefix" + sizes + self._salt + salt).digest()
+    def _digests(self, tokens: Tensor, salt: bytes, adapter: str | None = None) -> Iterator[bytes]:
+        """The key of each full block: a hash of its tokens, all blocks before it, salts and adapter."""
+        parts = [self._salt, _check_bytes("salt", salt)]
+        parts += [] if adapter is None else [adapter.encode()]
+        framed = [len(part).to_bytes(8, "little") + part for part in parts]
+        digest = hashlib.sha256(b"".join((b"descant prefix", *framed))).digest()
         ids = tokens.cpu().numpy().astype("<i8")
         for start in range(0, len(ids) - self.block + 1, self.block):
             digest = hashlib.sha256(digest + ids[start : start + self.block].tobytes()).digest()

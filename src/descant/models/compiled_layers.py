@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from descant.errors import InputError, UnsupportedModel
 from descant.kv_cache.attention_proxy import AttentionCall, KVProxy
+from descant.kv_cache.model_state import collects_states
 from descant.models.bfloat16_product import BFloat16Forward, has_bfloat16_product, serves_any_number
 from descant.models.error_text import first_line
 from descant.models.forward_view import SelfAttentionView
@@ -59,9 +60,6 @@ class _ActiveForward(threading.local):
 _ACTIVE = _ActiveForward()
 # The sizes of all inputs are known to be right. Checking them takes longer than the smallest kernels.
 _INDUCTOR_CONFIG = {"size_asserts": False, "alignment_asserts": False}
-# Hooks that transformers leaves in a model once states were requested. Those of a layer run outside of its
-# graph. Those of its modules collect attentions; forwards that return attentions are plain.
-_OUTPUT_HOOKS = "transformers.utils.output_capturing"
 _OPS = torch.library.Library("descant", "FRAGMENT")
 _OPS.define("packed_attention(Tensor query, Tensor key, Tensor value, float? scale) -> Tensor")
 
@@ -217,11 +215,15 @@ class _LayerForward:
 
 @contextmanager
 def _without_output_hooks(layer: nn.Module) -> Iterator[None]:
-    """Within it the modules of a layer have no hooks that collect states, which torch cannot trace."""
+    """Within it the modules of a layer have no hooks that collect states, which torch cannot trace.
+
+    Those of a layer run outside of its graph. Those of its modules collect attentions; forwards that return
+    attentions are plain.
+    """
     saved = [(module._forward_hooks, list(module._forward_hooks.items())) for module in layer.modules()]
     for hooks, items in saved:
         for key, hook in items:
-            if _collects_states(hook):
+            if collects_states(hook):
                 del hooks[key]
     try:
         yield
@@ -229,10 +231,6 @@ def _without_output_hooks(layer: nn.Module) -> Iterator[None]:
         for hooks, items in saved:
             hooks.clear()
             hooks.update(items)
-
-
-def _collects_states(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == _OUTPUT_HOOKS
 
 
 def _layer_output(forward: Callable[..., Any], hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -366,9 +364,9 @@ class _ModelState:
             if tensor is not None:  # `model.to(dtype)` changes a parameter in place
                 self._values += (tensor.dtype, tensor.device, tensor.shape)
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
-            self._objects += [hook for hook in hooks.values() if not _collects_states(hook)]
+            self._objects += [hook for hook in hooks.values() if not collects_states(hook)]
         # Adapters and switches of a module are plain attributes.
-        self._values += [item for item in own.items() if _is_plain(item[1])]
+        self._values += [(name, *found) for name, value in own.items() if (found := _plain_values(value))]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _ModelState) or len(self._objects) != len(other._objects):
@@ -378,10 +376,13 @@ class _ModelState:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(isinstance(one, bool | int | float | str) for one in value)
-    return value is None or isinstance(value, bool | int | float | str)
+def _plain_values(value: Any) -> tuple[Any, ...]:
+    """A copy of the numbers and names in an attribute, which may change in place; else nothing."""
+    values = value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, dict):
+        values = [*value, *value.values()] if all(isinstance(name, str) for name in value) else ()
+    is_plain = all(one is None or isinstance(one, bool | int | float | str) for one in values)
+    return tuple(values) if is_plain else ()
 
 
 # Numbers of tokens that a forward may have; a condition on the number must hold for all of them.

@@ -1,10 +1,10 @@
-"""Fingerprint of a model, to check that saved keys and values belong to it."""
+"""The fingerprint of a model, with which kept keys and values are checked, and reports of its changes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from descant.errors import InputError, format_value
-from descant.kv_cache.weight_versions import adapter_states, weight_versions
+from descant.kv_cache.model_state import ModelState, adapter_settings, last_change, note_change
 from descant.models.wrapped_model import unwrap_model
 
-__all__ = ["check_fingerprint", "fingerprint"]
+__all__ = ["check_fingerprint", "check_prompt_cache", "fingerprint", "weights_changed"]
 
 # Config keys that change from load to load, or affect how the model runs but not what it computes.
 _IGNORED_CONFIG_KEYS = frozenset({
@@ -30,13 +30,55 @@ _NUM_COLUMNS = 1021
 _WORD_BYTES = 8
 
 
-_known: WeakKeyDictionary[torch.nn.Module, tuple[tuple[object, ...], dict[str, str]]] = WeakKeyDictionary()
+# Libraries whose hooks serve how a model is spread over devices and processes, not what it computes.
+_HOOK_LIBRARIES = frozenset({"torch", "transformers", "accelerate", "deepspeed", "peft"})
+
+_known: WeakKeyDictionary[torch.nn.Module, tuple[ModelState, dict[str, str]]] = WeakKeyDictionary()
+
+
+def weights_changed(model: Any) -> None:
+    """Report that a model computes something else from now on, so that what is kept of it is not used again.
+
+    Prefix caches drop their blocks, caches of `prefill` made before are refused, and prepacked layers use
+    their plain weights. Most changes are noticed without it: what torch counts as an in-place change, a
+    replaced weight, steps of optimizers that change whole matrices, and other adapters, hooks or modes. Call
+    it after changes that torch does not count and that leave most of a weight as it was (one row through
+    `.data`, a fused optimizer on embeddings alone), and after changes of what is no tensor of the model (a
+    number or a function in a module, what a hook refers to, a hook of the whole model that changes its
+    inputs). A backward pass through a forward before it
+    raises, as after `torch.autograd.graph.increment_version` of the weights.
+    """
+    network = _network(model)
+    if not isinstance(network, torch.nn.Module):
+        do = "report each of several models by itself"
+        raise InputError("model", "must be a torch module", type(model).__name__, do)
+    tensors = (*network.parameters(), *network.buffers())
+    torch.autograd.graph.increment_version([one for one in tensors if not one.is_inference()])
+    note_change(network)
+
+
+def check_prompt_cache(cache: Any, model: Any, argument: str, adapters: Iterable[str | None]) -> None:
+    """Raise for a cache of `prefill` that another model made, this one before it changed, or other adapters.
+
+    `adapters` are those that the requests name.
+    """
+    made_by, network = getattr(cache, "model_fingerprint", None), _network(model)
+    if not made_by or not isinstance(network, torch.nn.Module):
+        return
+    if last_change(network) > cache.made_at:
+        must = "must be made by this model after its last `weights_changed`"
+        raise InputError(argument, must, type(cache).__name__, "call prefill() again")
+    check_fingerprint(model, made_by, argument, cheap=True)
+    for name in {*adapters} - {None}:
+        if not all(active in (f"{name} False", f"{[name]} False") for active, _ in adapter_settings(network)):
+            must = f"must be made with the adapter {name!r}, which is not the active one"
+            raise InputError(argument, must, made_by.get("adapters"), "leave one of them out")
 
 
 def check_fingerprint(model: Any, made_by: Mapping[str, Any], argument: str, *, cheap: bool) -> None:
     """Raise unless a model has this fingerprint.
 
-    `cheap`: read the weights only if torch has counted changes since they were last read.
+    `cheap`: read the weights only if their state has changed since they were last read.
     """
     network = _network(model)
     own = (
@@ -58,9 +100,9 @@ def check_fingerprint(model: Any, made_by: Mapping[str, Any], argument: str, *, 
 
 
 def _known_fingerprint(network: torch.nn.Module) -> dict[str, str]:
-    """The fingerprint of a network as last computed, if its weights have not changed since."""
-    versions, parts = _known.get(network, (None, {}))
-    return parts if versions == weight_versions(network) else fingerprint(network)
+    """The fingerprint of a network as last computed, if it has not changed since."""
+    state, parts = _known.get(network, (None, {}))
+    return parts if state == ModelState(network) else fingerprint(network)
 
 
 def _network(model: Any) -> Any:
@@ -80,18 +122,32 @@ def fingerprint(model: Any) -> dict[str, str]:
     config: Any = getattr(model, "config", None)
     parts = {"kind": type(model).__name__}
     if hasattr(config, "to_dict"):
-        settings = {
-            name: value for name, value in config.to_dict().items() if name not in _IGNORED_CONFIG_KEYS
-        }
-        parts["config"] = _digest(json.dumps(settings, sort_keys=True, default=str).encode())
+        values = {name: value for name, value in config.to_dict().items() if name not in _IGNORED_CONFIG_KEYS}
+        parts["config"] = _digest(json.dumps(values, sort_keys=True, default=str).encode())
     if callable(getattr(model, "named_parameters", None)):
         parts["dtype"] = str(getattr(model, "dtype", "")).removeprefix("torch.")
         parts["weights"] = _digest(b"".join(_weight_digest(*named) for named in _named_weights(model)))
-    if adapters := adapter_states(model):
-        parts["adapters"] = ", ".join(adapters)
-    if isinstance(model, torch.nn.Module):
-        _known[model] = weight_versions(model), parts
+    if not isinstance(model, torch.nn.Module):
+        return parts
+    if settings := list(adapter_settings(model)):
+        parts["adapters"] = ", ".join(sorted({active for active, _ in settings}))
+        parts["adapter settings"] = _digest(repr([each for _, each in settings]).encode())
+    if hooks := ", ".join(_hook_names(model)):
+        parts["forward hooks"] = hooks
+    _known[model] = ModelState(model), parts
     return dict(parts)
+
+
+def _hook_names(model: torch.nn.Module) -> Iterator[str]:
+    """The hooks that a user has put around the forwards of modules, each with its place.
+
+    Those of the model itself do not count: they see its inputs and logits, not its hidden states.
+    """
+    for path, module in list(model.named_modules())[1:]:
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            if str(getattr(hook, "__module__", "")).partition(".")[0] not in _HOOK_LIBRARIES:
+                yield f"{name} at {path}"
 
 
 def _named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -34,7 +34,7 @@ class PeftAdapters:
 
     @property
     def in_use(self) -> bool:
-        """Whether a running request names an adapter."""
+        """Whether a request names an adapter: PEFT chooses by line of a batch, and packed rows share one."""
         return bool(self._names)
 
     def has_layer(self, module: nn.Module) -> bool:

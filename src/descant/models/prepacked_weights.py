@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from descant.errors import DescantError, InputError
+from descant.kv_cache.model_state import sample_numbers
 from descant.models.packed_product import PackedProduct, has_packed_products, plain_product
 
 __all__ = [
@@ -137,8 +138,9 @@ def prepack_weights(model: nn.Module) -> PrepackedWeights:
 
     It replaces the `forward` of the layers, which `restore()` of the result undoes, and needs twice the
     memory of their weights beside them. Outputs differ by rounding alone. A layer whose weight is changed in
-    place or replaced uses its plain weight from then on; a change through `.data` is not noticed, so restore
-    before.
+    place or replaced uses its plain weight from then on. What torch does not count as a change, such as a
+    step of a fused optimizer, is noticed when a call or a session begins, as far as it changes some of the
+    numbers that are compared; report other changes with `descant.weights_changed(model)`.
     """
     if not has_packed_products():
         raise DescantError("`prepack_weights` needs a torch build with MKL and oneDNN: use the plain weights")
@@ -156,6 +158,16 @@ def prepack_weights(model: nn.Module) -> PrepackedWeights:
         prepacked.restore()
         raise
     return prepacked
+
+
+def drop_stale_products(model: nn.Module) -> None:
+    """Let the layers of a model use their plain weights whose prepacked ones are not current."""
+    if not _PRODUCTS:
+        return
+    for layer in _linear_layers(model):
+        product = layer.__dict__.get("forward")
+        if isinstance(product, PrepackedProduct) and product.is_stale():
+            torch.autograd.graph.increment_version(layer.weight)  # for products of several
 
 
 def num_prepacked_layers(model: nn.Module) -> int:
@@ -203,6 +215,7 @@ class PrepackedProduct:
         self._layer, self._is_exact = layer, is_exact
         self._packed: PackedProduct | None = PackedProduct([layer.weight], is_exact)
         self._group: PackedProduct | None = None  # of this layer and others with the same input
+        self._sample = self._read_sample()
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name of torch
         """The product of vectors [..., I] with the weight [O, I]: [..., O]."""
@@ -210,6 +223,15 @@ class PrepackedProduct:
         if self._packed is None or input.numel() < _MIN_LINES * layer.in_features:
             return nn.functional.linear(input, layer.weight, layer.bias)
         return self._packed(input, [layer.weight], layer.bias)
+
+    def is_stale(self) -> bool:
+        """Whether numbers of the weight have changed since it was packed."""
+        sample = self._read_sample()
+        return sample.device != self._sample.device or not torch.equal(sample, self._sample)
+
+    def _read_sample(self) -> Tensor:
+        sample = sample_numbers(self._layer.weight.detach())
+        return torch.empty(0) if sample is None else sample.clone().view(torch.uint8)
 
     @property
     def nbytes(self) -> int:

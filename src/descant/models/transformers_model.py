@@ -151,7 +151,8 @@ class TransformersModel:
 
     def can_pack(self, cache: RowCache) -> bool:
         """Whether rows of different length in this cache share a forward without padding."""
-        return self._packed.can_pack_cache(cache)
+        is_plain = not (self._prompt_embeds or len(self._request_inputs) or self._adapters.in_use)
+        return is_plain and self._packed.can_pack_cache(cache)
 
     def piggyback(self, chunks: Sequence[PromptChunk]) -> None:
         """Feed these chunks of prompts in the next packed forward."""
@@ -173,9 +174,7 @@ class TransformersModel:
         is_recurrent = self.traits.cache_type == "recurrent"
         state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
         request_keys = self._batch_keys(rows)
-        # PEFT chooses adapters by the lines of a batch, and packed rows share one.
-        is_plain = not (self._prompt_embeds or len(self._request_inputs) or self._adapters.in_use)
-        can_pack = is_plain and self._packed.can_pack(rows, proposal, cache, self._output_states)
+        can_pack = self.can_pack(cache) and self._packed.can_pack(rows, proposal, cache, self._output_states)
         must_pack = bool(self._packed.chunks) or self._packed.compiled_layers is not None
         batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, must_pack)
         if batches[0].is_packed:

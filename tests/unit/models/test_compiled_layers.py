@@ -202,6 +202,9 @@ def test_a_changed_model_runs_its_own_code(compiled):
     layer.adapter = "other"
     assert compiled_layers_of(compiled) is None
     del layer.adapter
+    layer.scaling = {"other": 2.0}
+    assert compiled_layers_of(compiled) is None
+    del layer.scaling
     layer.forward = layer.forward
     assert compiled_layers_of(compiled) is None
     del layer.__dict__["forward"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +115,62 @@ def test_a_request_admitted_late_has_its_adapter(model: Any, expected: dict[str,
     for number, name in zip(numbers, (*NAMES, "french"), strict=True):
         assert found[number] == expected[name][0, 6 : 6 + len(found[number])].tolist()
     assert cache.report().hits == 1  # of the second french one: adapters share no prefix
+    session.admit(descant.Request(IDS[0], config, cache_salt=b"\0adapter\0french"))
+    assert cache.report().hits == 1  # a salt is no adapter
+
+
+def ends(session: descant.Session) -> dict[int, list[int]]:
+    """The tokens of all requests of a session."""
+    finished = [event for event in session.drain() if isinstance(event, descant.Finished)]
+    return {event.request: event.hypotheses[0].tokens.tolist() for event in finished}
+
+
+@pytest.mark.parametrize("blocks", [None, 12], ids=["room", "preempted"])
+@pytest.mark.parametrize("has_prefixes", [False, True], ids=["fresh", "prefixes"])
+def test_chunks_are_read_with_the_adapter_of_their_request(
+    model: Any, blocks: int | None, has_prefixes: bool
+) -> None:
+    """Beside rows of other adapters, which decode meanwhile, and again from the prefix cache."""
+    model.set_adapter("german")
+    config, names = descant.GenerationConfig(max_new_tokens=12), ("french", None, "__base__", "french")
+    requests = [
+        descant.Request((torch.arange(40) * (7 + place) + 3) % 50, config, adapter_name=name)
+        for place, name in enumerate((*names, *names))
+    ]
+    expected = []
+    for one in requests:
+        session = descant.Session(model)
+        session.admit(one)
+        expected += ends(session).values()
+    cache = descant.PrefixCache(block=8) if has_prefixes else None
+    limits = descant.SchedulerConfig(chunk_tokens=8, num_blocks=blocks, block_size=8, headroom=0.0)
+    session = descant.Session(model, scheduler=limits, prefix_cache=cache)
+    for _ in range(2):
+        numbers = session.admit(*requests)
+        found = ends(session)
+        assert [found[number] for number in numbers] == expected
+    assert cache is None or blocks is not None or cache.report().hits >= len(requests)
+    assert blocks is None or session.report().preemptions
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_are_scored_with_the_adapter_of_their_request(model: Any, name: str) -> None:
+    model.set_adapter("german")
+    prompt, config = torch.arange(5, 35), descant.GenerationConfig(max_new_tokens=10)
+    with descant.AsyncEngine(model) as engine:
+        request = descant.Request(prompt, config, adapter_name=name)
+        alone = engine.submit(request).result()
+        scored = engine.submit(replace(request, prompt_logprobs=0)).result()
+    assert scored.hypotheses[0].tokens.tolist() == alone.hypotheses[0].tokens.tolist()
+    with torch.no_grad(), ExitStack() as active:
+        if name == "__base__":
+            active.enter_context(model.disable_adapter())
+        else:
+            model.set_adapter(name)
+        logprobs = model(prompt[None]).logits[0, :-1].log_softmax(-1)
+    model.set_adapter("german")
+    assert scored.prompt_logprobs is not None
+    torch.testing.assert_close(scored.prompt_logprobs.raw, logprobs.gather(1, prompt[1:, None])[:, 0])
 
 
 def test_another_active_adapter_drops_cached_prefixes(model: Any, expected: dict[str, torch.Tensor]) -> None:
@@ -134,6 +192,14 @@ def test_a_cache_of_another_adapter_is_refused(model: Any) -> None:
     model.set_adapter("german")
     with pytest.raises(descant.InputError, match="must be made by this model, whose adapters is"):
         descant.generate(model, IDS[:1], past_key_values=cache, max_new_tokens=2)
+    session = descant.Session(model)
+    with pytest.raises(descant.InputError, match="must be made by this model, whose adapters is"):
+        session.admit(descant.Request(IDS[0], past_key_values=cache))
+    model.set_adapter("french")
+    call = {"past_key_values": cache, "max_new_tokens": 4, "min_new_tokens": 4}
+    assert descant.generate(model, IDS[:1], adapter_names="french", **call).shape == (1, 10)
+    with pytest.raises(descant.InputError, match="must be made with the adapter 'german', which is not"):
+        descant.generate(model, IDS[:1], adapter_names="german", **call)
 
 
 def test_an_encoder_runs_with_the_adapters_too() -> None:

@@ -10,7 +10,7 @@ import torch
 import descant
 from descant import DescantError, InputError
 from descant.models.packed_product import PackedProduct
-from descant.testing import outcomes
+from descant.testing import outcomes, toy
 
 
 @pytest.fixture
@@ -53,6 +53,19 @@ def test_changed_weights_are_noticed(layer):
     layer[0](one)
     layer[0].weight = torch.nn.Parameter(torch.zeros(320, 256))
     assert torch.equal(layer[0](one), layer[0].bias.expand(8, -1))
+
+
+def test_a_step_that_torch_does_not_count_is_noticed_by_a_call(monkeypatch):
+    monkeypatch.setattr("descant.models.prepacked_weights._MIN_NUMEL", 1)
+    model, ids = toy(), torch.arange(5, 25)[None]
+    with descant.prepack_weights(model):
+        descant.generate(model, ids, max_new_tokens=2)
+        model(ids, labels=ids).loss.backward()
+        torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+        call = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
+        found = descant.generate(model, ids, **call).logits
+        expected = descant.generate(copy.deepcopy(model), ids, **call).logits
+    torch.testing.assert_close(torch.stack(found), torch.stack(expected))
 
 
 @torch.no_grad()

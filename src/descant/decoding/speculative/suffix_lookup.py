@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -188,7 +188,7 @@ class SaltedSuffixIndexes:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._indexes: OrderedDict[bytes, SharedSuffixIndex] = OrderedDict()
+        self._indexes: OrderedDict[Hashable, SharedSuffixIndex] = OrderedDict()
 
     def __len__(self) -> int:
         """The number of salts."""
@@ -199,14 +199,14 @@ class SaltedSuffixIndexes:
         """The number of tokens held."""
         return sum(index.num_tokens for index in self._indexes.values())
 
-    def get(self, salt: bytes) -> SharedSuffixIndex | None:
+    def get(self, salt: Hashable) -> SharedSuffixIndex | None:
         """The index of a salt; None: it has none."""
         index = self._indexes.get(salt)
         if index is not None:
             self._indexes.move_to_end(salt)
         return index
 
-    def add(self, salt: bytes, text: Sequence[int]) -> None:
+    def add(self, salt: Hashable, text: Sequence[int]) -> None:
         """Add a text to the index of a salt."""
         self._indexes.setdefault(salt, SharedSuffixIndex(self._capacity)).add(text)
         self._indexes.move_to_end(salt)
@@ -217,7 +217,7 @@ class SaltedSuffixIndexes:
 class RowSuffixIndex:
     """The suffix automaton of a row, with its cursors into the shared index of its salt."""
 
-    def __init__(self, request: int, prompt_length: int, salt: bytes = b"") -> None:
+    def __init__(self, request: int, prompt_length: int, salt: Hashable = b"") -> None:
         self.request, self._prompt_length, self.salt = request, prompt_length, salt
         self.automaton = SuffixAutomaton()
         self._cursors: list[MatchCursor] | None = None  # None: not matched yet
@@ -290,7 +290,7 @@ class SuffixLookup:
         self._shared_indexes = SaltedSuffixIndexes(self.SHARED_CAPACITY) if shared else None
         self._rows: list[RowSuffixIndex | None] = []  # None: a new row, or one that does not use this drafter
         # By request: the salt and output of its finished rows.
-        self._finished_texts: dict[int, list[tuple[bytes, list[int]]]] = {}
+        self._finished_texts: dict[int, list[tuple[Hashable, list[int]]]] = {}
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Nothing to store: rows are read when they are drafted for."""
