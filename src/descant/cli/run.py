@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
 from descant.cli import terminal
 from descant.cli.command import ConfigCommand
-from descant.cli.exit_codes import FAILURE, INTERRUPTED
+from descant.cli.exit_codes import FAILURE, INTERRUPTED, USAGE
 from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import GenerationConfig
+from descant.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from descant.jobs import Job
@@ -44,6 +45,8 @@ class RunCommand(ConfigCommand):
     run that was interrupted, and computes only the shards that are missing. The exit code is 1 if rows
     failed: the errors files beside the shards say why.
     """
+
+    needs_torch: ClassVar[bool] = False  # each row has a seed of its own
 
     job: Annotated[Path, typer.Argument(metavar="JOB", help="The job: a TOML file.")]
     dry_run: Annotated[
@@ -91,8 +94,16 @@ class RunCommand(ConfigCommand):
     def run(self) -> int:
         """Run the job, or estimate its time."""
         from descant.cli.job_progress import JobProgressDisplay
+        from descant.jobs import Job
 
-        job = self._described_job()
+        try:
+            in_file = Job.from_toml(self.job)
+        except (ConfigError, InputError) as error:
+            if error.field == "job":
+                raise
+            terminal.print_error(f"{self.job}: {error}")  # in the words of the file, not those of options
+            return USAGE
+        job = self._with_options(in_file)
         if job.dtype != "float32":
             terminal.print_warning(
                 f"with dtype {job.dtype} a row's result may depend on the rows beside it; "
@@ -129,11 +140,8 @@ class RunCommand(ConfigCommand):
         )
         return 0
 
-    def _described_job(self) -> Job:
-        """The job of the file with the options of the command line."""
-        from descant.jobs import Job
-
-        job = Job.from_toml(self.job)
+    def _with_options(self, job: Job) -> Job:
+        """A job with the options of the command line."""
         given = {name: getattr(self, name) for name in _JOB_OPTIONS}
         changes = {name: value for name, value in given.items() if value}
         values = dict(self.values)

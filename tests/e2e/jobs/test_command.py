@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,13 @@ from descant.jobs import JobProgress
 from descant.jobs.job_model import JobModel
 from descant.jobs.local_worker import LocalWorker
 from tools.battery.subject import model_folder
+
+NO_TORCH = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+from descant.cli.application import build_app
+build_app()(["run", sys.argv[1]])
+"""
 
 
 @pytest.fixture
@@ -101,11 +110,65 @@ def test_failed_rows_give_exit_code_1_with_counts(run, job_file) -> None:
     assert run(job_file).exit_code == 1  # also where nothing is left to compute
 
 
-def test_a_wrong_description_is_a_usage_error(run, job_file) -> None:
-    job_file.write_text(job_file.read_text().replace("template", "tenplate"))
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('tenplate = "x"', "`tenplate` is not a key of a job, got 'x': did you mean `template`?"),
+        (
+            "generation_config.seed = 3",
+            "`seed` must be unset in the `generation_config` of a job, got 3: set the `seed` of the job",
+        ),
+        ("generation_config.num_beams = 0", "`num_beams` must be an int >= 1, got 0"),
+        ("shard_rows = 0", "`shard_rows` must be an integer >= 1, got 0"),
+        ('keep_columns = ["id"]', "got 'id': leave it out, and set id_column = \"id\""),
+    ],
+)
+def test_a_wrong_description_is_a_usage_error_in_the_words_of_the_file(run, job_file, line, message) -> None:
+    kept = job_file.read_text().replace("shard_rows = 2\n", "")
+    job_file.write_text(f"{kept}{line}\n")
     done = run(job_file)
     assert done.exit_code == 2
-    assert "did you mean `template`?" in done.stderr
+    assert done.stderr.startswith(f"error: {job_file}: `")
+    assert message in done.stderr
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_damaged_shard_is_named(run, job_file) -> None:
+    assert run(job_file).exit_code == 0
+    shard = job_file.parent / "sink" / "shard-00001.jsonl"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole.replace(b"3", b"4"))
+    done = run(job_file)
+    assert "warning: shards that were changed are computed again: shard-00001.jsonl" in done.stderr
+    assert "computed now: 2 rows" in done.stdout
+    assert shard.read_bytes() == whole
+
+
+def test_a_finished_job_loads_no_model(run, job_file) -> None:
+    first = run(job_file)
+    assert first.exit_code == 0, first.output
+    program = job_file.parent / "program.py"
+    program.write_text(NO_TORCH)
+    command = [sys.executable, str(program), str(job_file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("rows: 5, failed: 0, shards: 3; computed now: 0 rows")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_interrupted_run_says_what_is_saved(run, job_file, monkeypatch) -> None:
+    update = JobProgressDisplay.update
+
+    def interrupt(display: JobProgressDisplay, progress: JobProgress) -> None:
+        update(display, progress)
+        if progress.finished == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(JobProgressDisplay, "update", interrupt)
+    done = run(job_file, "--max-in-flight", 1, "--window", 1)
+    assert done.exit_code == 130
+    assert "interrupted: 1 of 3 shards are in " in done.stderr
+    assert "the same command computes the others" in done.stderr
 
 
 @pytest.mark.usefixtures("in_process")

@@ -56,8 +56,8 @@ def make_job(tmp_path: Path) -> Callable[..., Job]:
 
 
 def shards(folder: str) -> dict[str, bytes]:
-    """The files of a job, by name."""
-    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    """The files of a job, by name, without the note of the model's files."""
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.name != ".job.json"}
 
 
 def command_of(process: str) -> str:
