@@ -10,10 +10,6 @@ from descant.api.mixin import GenerationMixin as GenerationMixin
 from descant.api.mixin import attach as attach
 from descant.api.mixin import compute_transition_scores as compute_transition_scores
 from descant.api.mixin import detach as detach
-from descant.api.outputs import GenerateBeamDecoderOnlyOutput as GenerateBeamDecoderOnlyOutput
-from descant.api.outputs import GenerateBeamEncoderDecoderOutput as GenerateBeamEncoderDecoderOutput
-from descant.api.outputs import GenerateDecoderOnlyOutput as GenerateDecoderOnlyOutput
-from descant.api.outputs import GenerateEncoderDecoderOutput as GenerateEncoderDecoderOutput
 from descant.api.prefill import PromptCache as PromptCache
 from descant.api.prefill import load_cache as load_cache
 from descant.api.prefill import prefill as prefill
@@ -171,6 +167,12 @@ from descant.models.bayesian_detector import BayesianDetectorConfig as BayesianD
 from descant.models.bayesian_detector import BayesianDetectorModel as BayesianDetectorModel
 from descant.models.compiled_layers import CompiledLayers as CompiledLayers
 from descant.models.fingerprint import weights_changed as weights_changed
+from descant.models.generate_outputs import GenerateBeamDecoderOnlyOutput as GenerateBeamDecoderOnlyOutput
+from descant.models.generate_outputs import (
+    GenerateBeamEncoderDecoderOutput as GenerateBeamEncoderDecoderOutput,
+)
+from descant.models.generate_outputs import GenerateDecoderOnlyOutput as GenerateDecoderOnlyOutput
+from descant.models.generate_outputs import GenerateEncoderDecoderOutput as GenerateEncoderDecoderOutput
 from descant.models.hf_caches.exports import Cache as Cache
 from descant.models.hf_caches.exports import CacheConfig as CacheConfig
 from descant.models.hf_caches.exports import DynamicCache as DynamicCache

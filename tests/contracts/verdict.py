@@ -12,8 +12,8 @@ from torch import Tensor
 
 import descant
 from descant import ConstraintError, NotEnoughMemory, NotInThisVersion, RowError
-from descant.api.outputs import GenerateOutput
 from descant.config.generation_config import FIELDS, GenerationConfig
+from descant.models.model_output import GenerateOutput
 from tests.contracts.configs import HOPELESS, SAMPLING, Case, as_config
 from tests.contracts.promises import Promises, Violation, stopped, unmet
 from tests.support.tiny_models import Tiny

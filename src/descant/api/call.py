@@ -67,7 +67,8 @@ class CallOptions:
     past: Any = None  # the user's cache
     recipe: Recipe | None = None  # a third-party strategy, drafter, wrapper or processor
     tracer: Tracer | None = None  # records the run
-    counts_padding: bool = False  # whether `max_length` and `min_length` include the padding of the batch
+    # Whether it is a model's method: lengths include the padding, and an output object has the cache.
+    is_method: bool = False
     adapter_names: Any = None  # of PEFT: one for all prompts, or a list with one for each
     scheduler: SchedulerConfig | None = None  # the budgets of the call; None: all prompts run at once
 
@@ -247,6 +248,9 @@ class Call:
         options = self.options
         keep_cache = self._returns_cache(sum(config.num_return_sequences for config in self.configs))
         scheduler = options.scheduler
+        if keep_cache and self.session.traits.is_encoder_decoder:
+            assert isinstance(self.session, Session)
+            self.session.model.encoder.keeps_finished = True
         if keep_cache and scheduler is not None and scheduler.num_blocks is not None:
             must = "must have no `num_blocks` in a call that returns its cache, which holds all sequences"
             raise InputError("scheduler", must, scheduler, "leave one of them out")
@@ -278,7 +282,7 @@ class Call:
                     adapter_name=adapter_names[index],
                     prompt_index=index,
                     padded_width=prompts.padded_ids.shape[1],
-                    counted_width=prompts.width if options.counts_padding else 0,
+                    counted_width=prompts.width if options.is_method else 0,
                     batch_row=first_row,
                     batch_size=batch_size,
                     noise_row=-1 if draws_alone else first_row,
@@ -304,8 +308,8 @@ class Call:
     def _returns_cache(self, num_sequences: int) -> bool:
         """Whether the cache of the returned sequences is written back or returned."""
         config, traits = self.options.config, self.session.traits
-        if traits.is_encoder_decoder:
-            return False  # the cross-attention cache is not part of a row's cache
+        if self.user_cache is not None and self.user_cache.is_encoder_decoder != traits.is_encoder_decoder:
+            return False
         is_single = num_sequences == 1 and not self.options.forks
         is_supported = traits.cache_type == "kv" or (traits.cache_type == "recurrent" and is_single)
         if self.user_cache is not None and (not self.user_cache.frozen or config.return_dict_in_generate):
@@ -314,8 +318,13 @@ class Call:
                 got = f"{num_sequences} sequences" if num_sequences > 1 else "a recipe that forks"
                 raise InputError("past_key_values", must, got, "pass the prompts one by one")
             return True
-        is_explicit = config.source("use_cache") in ("call", "argument") and config.use_cache
-        is_requested = config.return_dict_in_generate and (is_explicit or bool(config.return_legacy_cache))
+        is_explicit = config.source("use_cache") in ("call", "argument") or bool(config.return_legacy_cache)
+        # A model's method returns the cache unless it is limited, or switched off.
+        scheduler = self.options.scheduler
+        is_limited = scheduler is not None and scheduler.num_blocks is not None
+        is_implied = self.options.is_method and self.options.recipe is None and not is_limited
+        is_implied = is_implied and traits.cache_type == "kv"
+        is_requested = config.return_dict_in_generate and config.use_cache and (is_explicit or is_implied)
         return is_requested and is_supported and not traits.needs_own_cache
 
     def result_cache(self, events: Sequence[Finished], prompts: RaggedPrompts) -> Any:
@@ -335,7 +344,12 @@ class Call:
         columns = torch.ones(len(hypotheses), width + num_new, dtype=torch.bool)
         if prompts.mask is not None:
             columns[:, :width] = prompts.mask.cpu()[prompt_of]
-        return return_cache(self.user_cache, cached_rows, tokens, columns)
+        cross = ()
+        if self.session.traits.is_encoder_decoder:
+            assert isinstance(self.session, Session)
+            rows = torch.tensor([self.request_ids[index] for index in prompt_of])
+            cross = self.session.model.encoder.cross_attention(rows)
+        return return_cache(self.user_cache, cached_rows, tokens, columns, cross)
 
     def first_output_rows(self, count: Callable[[GenerationConfig], int]) -> dict[int, int]:
         """The first output row of each request, where a request has `count(config)` rows."""

@@ -16,7 +16,6 @@ from descant.api.generate_call import GenerateCall
 from descant.api.inputs import bind_inputs
 from descant.api.latent_call import generate_latents, match_latents
 from descant.api.method_call import IGNORED_INPUTS, explain_pipeline, warn_unused
-from descant.api.outputs import GenerateOutput
 from descant.api.text_inputs import is_text, with_texts
 from descant.api.text_output import TextOutput, text_output
 from descant.api.whisper.call import TranscribeCall, transcribe
@@ -26,6 +25,7 @@ from descant.engine.scheduling.config import SchedulerConfig
 from descant.errors import ConfigError, InputError, NotInThisVersion
 from descant.models.hf_callback import config_from_hf, inputs_from_hf, is_hf_prepared, user_criteria
 from descant.models.hf_generation_config import fill_defaults
+from descant.models.model_output import GenerateOutput
 from descant.models.synced_gpus import synchronized_processes
 from descant.models.whisper import WhisperAdapter, whisper_adapter_of
 from descant.models.wrapped_model import gathered_model
@@ -204,7 +204,7 @@ class _GenerateArgs:
         options: dict[str, Any] = {name: self.others.get(name) for name in names}
         options |= {"processors": self.processors, "criteria": self.criteria}
         options |= {"past": self.past, "recipe": self.recipe, "tracer": self.tracer}
-        return options | {"counts_padding": self.is_method, "scheduler": self.scheduler}
+        return options | {"is_method": self.is_method, "scheduler": self.scheduler}
 
     @property
     def past(self) -> Any:

@@ -12,13 +12,6 @@ from torch import Tensor
 from descant.api.call import Call, CallOptions, num_rows
 from descant.api.criterion_scores import CriterionScores, ScoredCriterion
 from descant.api.inputs import RaggedPrompts
-from descant.api.outputs import (
-    GenerateBeamDecoderOnlyOutput,
-    GenerateBeamEncoderDecoderOutput,
-    GenerateDecoderOnlyOutput,
-    GenerateEncoderDecoderOutput,
-    GenerateOutput,
-)
 from descant.api.progress_bar import ProgressBar
 from descant.api.step_recorder import OutputLayout, StepRecorder
 from descant.config.generation_config import STEP_OUTPUT_FIELDS, GenerationConfig
@@ -27,18 +20,11 @@ from descant.engine.planner import pad_token_id
 from descant.engine.session import Failed, Finished, Session, Tokens
 from descant.errors import ConfigError, ConstraintError, InputError
 from descant.models.eager_attention import with_eager_attention
+from descant.models.model_output import GenerateOutput
 
 __all__ = ["GenerateCall"]
 
 _DECODER_STATES: Final = ("decoder_attentions", "cross_attentions", "decoder_hidden_states")
-
-# The output class by (has beams, is encoder-decoder).
-_OUTPUT_CLASSES: Final = {
-    (False, False): GenerateDecoderOnlyOutput,
-    (False, True): GenerateEncoderDecoderOutput,
-    (True, False): GenerateBeamDecoderOnlyOutput,
-    (True, True): GenerateBeamEncoderDecoderOutput,
-}
 
 
 class GenerateCall:
@@ -151,6 +137,8 @@ class GenerateCall:
         self, sequences: Tensor, prompts: RaggedPrompts, results: Sequence[list[Hypothesis]], num_new: int
     ) -> GenerateOutput:
         """The output object without its cache."""
+        from descant.models.generate_outputs import OUTPUT_CLASSES
+
         hypotheses = _flatten(results)
         first_rows = self.call.first_output_rows(_num_score_rows)
         values: dict[str, Any] = {"sequences": sequences, **self._recorded_tensors(prompts)}
@@ -171,8 +159,7 @@ class GenerateCall:
             starts = [first_rows[request] for request in self.call.request_ids]
             values["beam_indices"] = _beam_indices(results, starts, num_new).to(sequences.device)
         is_encoder_decoder = self.session.traits.is_encoder_decoder
-        output: GenerateOutput = _OUTPUT_CLASSES[has_beams, is_encoder_decoder](**values)
-        return output
+        return OUTPUT_CLASSES[has_beams, is_encoder_decoder](**values)
 
     def _output_layout(self, prompt_width: int = 0) -> OutputLayout:
         """Where the rows of each request are in the scores of a step."""
@@ -195,7 +182,7 @@ class GenerateCall:
                 values[name] = self._drop_cached_positions(name, self.recorder.states(name, layout))
         if is_encoder_decoder:
             assert isinstance(self.session, Session)
-            encoder_output = self.session.model.encoder_output
+            encoder_output = self.session.model.encoder.last_output
             values |= {f"encoder_{name}": encoder_output.get(name) for name in self.states}
         return values
 

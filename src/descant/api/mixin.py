@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from descant.api.generate import generate_as_method
-from descant.api.outputs import GenerateOutput, transition_scores
 from descant.api.text_output import TextOutput
 from descant.errors import InputError
+from descant.models.model_output import GenerateOutput
 from descant.models.module_copy import ATTACHED_METHODS
 
 __all__ = ["GenerationMixin", "attach", "compute_transition_scores", "detach"]
@@ -42,7 +43,7 @@ class GenerationMixin:
         normalize_logits: bool = False,
     ) -> Tensor:
         """The score of each new token of each sequence [N, T], 0 beyond the end of a beam."""
-        return transition_scores(sequences, scores, beam_indices, normalize_logits)
+        return _transition_scores(sequences, scores, beam_indices, normalize_logits)
 
 
 def attach(model: Any) -> Any:
@@ -72,4 +73,26 @@ def compute_transition_scores(
     normalize_logits: bool = False,
 ) -> Tensor:
     """The score of each new token of each sequence [N, T], 0 beyond the end of a beam."""
-    return transition_scores(sequences, scores, beam_indices, normalize_logits)
+    return _transition_scores(sequences, scores, beam_indices, normalize_logits)
+
+
+def _transition_scores(
+    sequences: Tensor, scores: tuple[Tensor, ...], beam_indices: Tensor | None = None, normalize: bool = False
+) -> Tensor:
+    """The score of each new token of each sequence [N, T], in its own row or in the beam it came from.
+
+    `scores` are those of an output, [rows, V] for each step; the new tokens are the last of `sequences`.
+    The score is 0 beyond the end of a beam.
+    """
+    stacked = torch.stack(scores)  # [T, rows, V]
+    if normalize:
+        stacked = stacked.log_softmax(-1)
+    count = len(sequences)
+    if beam_indices is None:
+        beam_indices = torch.arange(count, device=sequences.device)[:, None].expand(count, len(stacked))
+    steps = beam_indices.shape[1]
+    tokens = sequences[:, sequences.shape[1] - steps :]
+    token_scores = stacked[
+        torch.arange(steps, device=tokens.device), beam_indices.clamp(min=0).long(), tokens
+    ]
+    return torch.where(beam_indices >= 0, token_scores, 0.0)

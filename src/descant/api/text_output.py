@@ -8,8 +8,8 @@ from typing import Any, overload
 
 from descant.api.call import Call
 from descant.api.inputs import RaggedPrompts
-from descant.api.outputs import GenerateOutput
 from descant.core.records import Hypothesis
+from descant.models.model_output import GenerateOutput
 
 __all__ = ["Completion", "TextOutput", "text_output"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,10 +17,12 @@ from descant.models.fingerprint import check_prompt_cache
 from descant.models.hf_caches.exports import (
     Cache,
     DynamicCache,
+    EncoderDecoderCache,
     PagedCache,
     RecurrentCache,
     to_descant_cache,
 )
+from descant.models.hf_caches.layers import KVPair
 
 __all__ = ["UserCache", "return_cache"]
 
@@ -101,15 +103,25 @@ class UserCache:
             must = "must be given with one prompt, as this type evicts positions and is written back by row"
             raise InputError(_ARGUMENT, must, name, do)
 
-    def write_back(self, store: KVCache, tokens: Sequence[Tensor], columns: Tensor) -> Any:
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether it has keys and values of an encoder too."""
+        return isinstance(self.hf_cache, EncoderDecoderCache)
+
+    def write_back(
+        self, store: KVCache, tokens: Sequence[Tensor], columns: Tensor, cross: Sequence[KVPair]
+    ) -> Any:
         """Write the rows of a store, with these tokens, into the user's cache and return it.
 
-        `columns` [R, W] says which columns of the returned sequences have tokens.
+        `columns` [R, W] says which columns of the returned sequences have tokens; `cross` is what
+        cross-attention reads in each layer.
         """
         given = self._given
         self.hf_cache.set_store(store)
         if not self._is_transformers:
             self.hf_cache.tokens = list(tokens)
+            if cross:
+                self.hf_cache.set_cross_attention(cross)
         elif isinstance(store, RecurrentStateCache):
             vars(given).update(vars(store.read_state(torch.arange(len(store)))))
         else:
@@ -117,23 +129,38 @@ class UserCache:
                 layer: _scatter_columns(pair, columns)
                 for layer, pair in read_layers(store, _all_rows(store)).items()
             }
-            given.reset()
-            for layer, (key, value) in pairs.items():
-                given.update(key, value, layer)
+            _fill(getattr(given, "self_attention_cache", given), pairs)
+            if cross:
+                _fill(given.cross_attention_cache, dict(enumerate(cross)))
+                given.is_updated = dict.fromkeys(range(len(cross)), True)
         return given
 
 
+def _fill(given: Any, pairs: Mapping[int, KVPair]) -> None:
+    """Replace the contents of a cache of transformers."""
+    given.reset()
+    for layer, (key, value) in pairs.items():
+        given.update(key, value, layer)
+
+
 def return_cache(
-    user_cache: UserCache | None, cached_rows: Sequence[CachedRow], tokens: Sequence[Tensor], columns: Tensor
+    user_cache: UserCache | None,
+    cached_rows: Sequence[CachedRow],
+    tokens: Sequence[Tensor],
+    columns: Tensor,
+    cross: Sequence[KVPair] = (),
 ) -> Any:
     """The cache of the returned sequences: the user's if it is writable, else a new one.
 
     `tokens` are those of each row; `columns` [R, W] says which columns of the returned sequences have them.
+    `cross` is what the cross-attention of an encoder-decoder model reads in each layer.
     """
     store = gather_rows(cached_rows)
     if user_cache is not None and not user_cache.frozen:
-        return user_cache.write_back(store, tokens, columns)
+        return user_cache.write_back(store, tokens, columns, cross)
     cache = _wrap_store(store)
+    if cross:
+        cache = EncoderDecoderCache(cache, DynamicCache(cross))
     cache.tokens = list(tokens)
     return cache
 

@@ -217,9 +217,7 @@ class PrefixReuse:
         """Raise where the keys and values of sequences cannot be returned."""
         traits = self._traits
         reason = None
-        if traits.is_encoder_decoder:
-            reason = "of a model with an encoder is not returned"
-        elif traits.cache_type == "none":
+        if traits.cache_type == "none":
             reason = "cannot be returned for a model without a cache"
         elif not isinstance(unwrap_cache(cache, _NO_ROWS)[0], SelectableCache):
             reason = "cannot be returned for this type of cache"

@@ -44,6 +44,7 @@ class Encoder:
         self.model: Any = model
         self.traits, self.device, self._adapters = traits, device, adapters
         self.last_output: Any = {}  # with the requested states
+        self.keeps_finished = False  # whether outputs outlive their requests, for `cross_attention`
         self._output_flags = {f"output_{name}": True for name in states}
         self._cross_cache = CrossAttentionCache()
         self._output_class: Any = BaseModelOutput  # class of `encoder_outputs` for the decoder
@@ -82,7 +83,15 @@ class Encoder:
 
     def remove_requests(self, requests: Sequence[int]) -> None:
         """Drop the outputs of finished requests."""
-        self._cross_cache.remove_requests(requests)
+        if not self.keeps_finished:
+            self._cross_cache.remove_requests(requests)
+
+    def cross_attention(self, requests: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Each layer's keys and values [R, H, S, D], as rows of the requests [R] (host) read them."""
+        cross, entries = self._cross_cache, self._cross_cache.entry_index(requests)
+        return [
+            (cross.keys(layer, entries), cross.values(layer, entries)) for layer in range(cross.num_layers)
+        ]
 
     def _encode_batch(
         self, fed: dict[str, Any], lengths: Sequence[int]

@@ -133,7 +133,7 @@ def _feed_row(adapter: TransformersModel, cache: RowCache, length: int) -> int:
     with torch.random.fork_rng(devices, enabled=adapter.model.training):
         adapter.forward(rows, Proposal(), cache)
     # Private access: only this measurement needs the size.
-    return 0 if adapter._encoder is None else adapter._encoder._cross_cache.nbytes
+    return 0 if adapter.encoder is None else adapter.encoder._cross_cache.nbytes
 
 
 def _state_bytes(state: Any, name: str) -> int:

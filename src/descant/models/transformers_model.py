@@ -77,7 +77,7 @@ class TransformersModel:
         self._state_handler = (
             RecurrentStateHandler(model, self.traits) if self.traits.cache_type == "recurrent" else None
         )
-        self._encoder = (
+        self.encoder = (
             Encoder(model, self.traits, states, self.device, self._adapters)
             if self.traits.is_encoder_decoder
             else None
@@ -107,19 +107,14 @@ class TransformersModel:
         """Logits of hidden states of any layer [..., D] -> [..., V] in float32."""
         return self._to_float_logits(head_logits(self.model, hidden, self._adapters))
 
-    @property
-    def encoder_output(self) -> Any:
-        """The encoder's last output, with the requested states."""
-        return {} if self._encoder is None else self._encoder.last_output
-
     @torch.no_grad()
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Store the inputs of new requests besides tokens, and run the encoder on them in batches."""
         if ADAPTER_NAME_KEY in inputs:
             self._adapters.add_requests(requests, inputs[ADAPTER_NAME_KEY])
             inputs = {name: values for name, values in inputs.items() if name != ADAPTER_NAME_KEY}
-        if self._encoder is not None:
-            self._encoder.add_requests(requests, inputs)
+        if self.encoder is not None:
+            self.encoder.add_requests(requests, inputs)
             return
         for request, embeds in zip(requests, inputs.get("inputs_embeds", ()), strict=False):
             if embeds is not None:
@@ -129,8 +124,8 @@ class TransformersModel:
 
     def remove_requests(self, requests: Sequence[int]) -> None:
         """Drop the inputs of finished requests."""
-        if self._encoder is not None:
-            self._encoder.remove_requests(requests)
+        if self.encoder is not None:
+            self.encoder.remove_requests(requests)
         self._request_inputs.remove_requests(requests)
         self._adapters.remove_requests(requests)
         for request in requests:
@@ -223,10 +218,10 @@ class TransformersModel:
         if has_request_inputs or self.traits.has_own_position_ids:
             inputs |= self._side_inputs(inputs, batch, request.tolist())
         view = SelfAttentionView(store, span, self._is_sliding)
-        if self._encoder is not None:
-            entries = self._encoder.entry_index(request)
-            inputs |= self._encoder.decoder_inputs(entries)
-            inputs["past_key_values"] = self._encoder.decoder_cache(entries, view, span)
+        if self.encoder is not None:
+            entries = self.encoder.entry_index(request)
+            inputs |= self.encoder.decoder_inputs(entries)
+            inputs["past_key_values"] = self.encoder.decoder_cache(entries, view, span)
         else:
             inputs["past_key_values"] = view
         logit_index = None
@@ -271,8 +266,8 @@ class TransformersModel:
         more: dict[str, Any] = (
             {"logits_to_keep": proposal.width + 1} if traits.supports_logits_to_keep else {}
         )
-        if self._encoder is not None:
-            more |= self._encoder.decoder_inputs(self._encoder.entry_index(request))
+        if self.encoder is not None:
+            more |= self.encoder.decoder_inputs(self.encoder.entry_index(request))
         if start == 0 and (embeds := self._input_embeds(requests, tokens, batch)) is not None:
             more["inputs_embeds"] = embeds
         past: Any = None
@@ -318,9 +313,9 @@ class TransformersModel:
     def _forward_view(self, cache: RowCache, span: KVSpan, request: Tensor) -> Any:
         """The cache as the model takes it in one forward."""
         view = SelfAttentionView(cast(KVCache, cache), span)
-        if self._encoder is None:
+        if self.encoder is None:
             return view
-        return self._encoder.decoder_cache(self._encoder.entry_index(request), view, span)
+        return self.encoder.decoder_cache(self.encoder.entry_index(request), view, span)
 
     def _run_compiled(self, inputs: dict[str, Any], cache: RowCache, batch: ForwardBatch) -> Tensor | None:
         """The logits [N, 1, V] of a compiled decode step; None if it cannot run compiled."""

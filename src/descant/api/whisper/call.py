@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from descant.api.call import CallOptions, merge_configs
-from descant.api.outputs import GenerateOutput
 from descant.api.whisper.alignment import TimestampAligner
 from descant.api.whisper.decoder import GenerateFn, WindowDecoder
 from descant.api.whisper.fallback import TemperatureFallback, derive_seed
@@ -22,6 +21,7 @@ from descant.api.whisper.windows import Audio, LongFormTranscriber
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.engine.planner import pad_token_id
 from descant.errors import ConfigError, InputError
+from descant.models.model_output import GenerateOutput
 from descant.models.whisper import WhisperAdapter
 
 __all__ = ["TranscribeCall", "transcribe"]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from descant.api.call import CallOptions
-from descant.api.outputs import GenerateOutput
 from descant.config.generation_config import GenerationConfig
+from descant.models.model_output import GenerateOutput
 
 __all__ = ["GenerateFn", "WindowDecoder", "left_pad"]
 

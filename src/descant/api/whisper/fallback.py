@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.api.outputs import GenerateOutput
 from descant.api.whisper.decoder import WindowDecoder
 from descant.api.whisper.options import WhisperOptions
 from descant.config.generation_config import GenerationConfig
 from descant.core.counter_rng import counter_bits
 from descant.errors import InputError
+from descant.models.model_output import GenerateOutput
 
 __all__ = [
     "TemperatureFallback",

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.api.outputs import GenerateOutput
 from descant.api.whisper.fallback import WindowResult
 from descant.api.whisper.options import WhisperOptions
 from descant.api.whisper.windows import Audio, Segment
 from descant.config.generation_config import GenerationConfig
+from descant.models.model_output import GenerateOutput
 
 __all__ = ["Transcript", "build_transcript"]
 

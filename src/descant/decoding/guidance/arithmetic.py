@@ -174,9 +174,9 @@ class JointModel:
         self._make_cache = make_cache
 
     @property
-    def encoder_output(self) -> Any:
-        """The first model's last encoder output."""
-        return getattr(self.parts[0], "encoder_output", {})
+    def encoder(self) -> Any:
+        """The first model's encoder."""
+        return getattr(self.parts[0], "encoder", None)
 
     def new_cache(self) -> RowCache:
         """An empty cache with one part per model."""

@@ -118,10 +118,10 @@ class FrameNetwork(TransformersModel):
         assert isinstance(span.start, int)
         past: Any = SelfAttentionView(cast(KVCache, cache), span, self._is_sliding)
         states = mask = None
-        if self._encoder is not None:
-            entries = self._encoder.entry_index(requests)
-            states, mask = self._encoder.states_and_mask(entries)
-            past = self._encoder.decoder_cache(entries, past, span)
+        if self.encoder is not None:
+            entries = self.encoder.entry_index(requests)
+            states, mask = self.encoder.states_and_mask(entries)
+            past = self.encoder.decoder_cache(entries, past, span)
         self._count_forward(len(codes))
         return self._to_float_logits(self._family.step(StepInputs(codes, past, span.start, states, mask)))
 

@@ -225,7 +225,7 @@ class Cache(TransformersCache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """The position of the first fed token."""
-        return self.get_seq_length(layer_idx)
+        return Cache.get_seq_length(self, layer_idx)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int | None:  # noqa: ARG002
         """The maximum number of positions; None: no limit."""
@@ -421,7 +421,7 @@ class Cache(TransformersCache):
     @property
     def seen_tokens(self) -> int:
         """The number of positions the longest row has read."""
-        return self.get_seq_length()
+        return self.get_query_offset()
 
     @property
     def batch_size(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -97,6 +98,13 @@ class QuantizedCache(DynamicCache):
         backend = (self.backend or config.backend).lower()
         config.validate(backend)
         self.cache_config = config
+        self.nbits, self.q_group_size, self.residual_length = (
+            config.nbits,
+            config.q_group_size,
+            config.residual_length,
+        )
+        self.axis_key, self.axis_value = config.axis_key, config.axis_value
+        self.compute_dtype, self.device = config.compute_dtype, torch.device(config.device)
         quantizer = BACKENDS[backend](
             config.nbits, config.axis_key, config.axis_value, config.q_group_size, config.compute_dtype
         )
@@ -124,7 +132,7 @@ class SinkCache(Cache):
     """The first positions and the most recent ones, for texts of any length (Xiao et al. 2023).
 
     The first forward of a row is read whole. From then on a token sees `window_length` positions, the sinks
-    and itself included. Fed positions are counted as without this cache. The keys of the sinks are rotated to
+    and itself included. Models count fed positions as without this cache. The keys of sinks are rotated to
     the start of the window. How they are rotated is known from a `rotation`, the `config` of the model or the
     `model`; without one of them, from the model whose forward fills the window. For a padded batch call
     `set_padding` first, or padding becomes the sinks.
@@ -148,6 +156,15 @@ class SinkCache(Cache):
         self.window_length, self.num_sink_tokens = window_length, num_sink_tokens
         self._has_rotation = rotation is not None
         super().__init__(SinkStore(window_length, num_sink_tokens, rotation))
+
+    def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
+        """The number of cached positions; for a module, which computes positions from it, of those read."""
+        num_read = super().get_seq_length(layer_idx)
+        frame = sys._getframe(1)
+        while frame.f_back is not None and isinstance(frame.f_locals.get("self"), Cache):
+            frame = frame.f_back
+        is_module = isinstance(frame.f_locals.get("self"), torch.nn.Module)
+        return num_read if is_module else min(num_read, self.window_length)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int | None:  # noqa: ARG002
         """The number of positions that a token sees."""

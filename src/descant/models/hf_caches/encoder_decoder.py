@@ -57,6 +57,12 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
         """Replace the self-attention store."""
         self._self_cache.set_store(store)
 
+    def set_cross_attention(self, pairs: Sequence[KVPair]) -> None:
+        """Replace the cross-attention layers [R, H, S, D]."""
+        self._cross_cache.reset()
+        self._cross_cache.write_layers(pairs)
+        self.is_updated = dict.fromkeys(range(len(pairs)), True)
+
     @property
     def _store(self) -> KVCache:  # type: ignore[override]
         return self._self_cache._store
@@ -80,6 +86,10 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:
         """The number of positions that the decoder has read."""
         return self._self_cache.get_seq_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The position of the first fed decoder token."""
+        return self._self_cache.get_query_offset(layer_idx)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
         """The number of keys that self-attention will see, and the position of the first."""

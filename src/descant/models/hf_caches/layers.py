@@ -73,7 +73,7 @@ class HFCacheLayer:
 
     def get_seq_length(self) -> int:
         """The number of positions it has read."""
-        return int(self._cache.get_seq_length(self._layer))
+        return int(self._cache.get_query_offset(self._layer))
 
     def __repr__(self) -> str:
         return f"{type(self._cache).__name__} layer {self._layer}"

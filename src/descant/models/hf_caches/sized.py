@@ -103,12 +103,23 @@ class SizedCache(Cache):
     def _init_from_shape(self, shape: CacheShape) -> None:
         self.cache_shape = shape
         self.max_batch_size, self.max_cache_len = shape.max_batch_size, shape.max_cache_len
-        self.device = None if shape.device is None else torch.device(shape.device)
-        self.dtype = shape.dtype
         super().__init__(self._make_store(shape))
 
     def _make_store(self, shape: CacheShape) -> KVCache:
         raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the keys and values, as it was given or else as they have it; None: not known yet."""
+        given = self.cache_shape.device
+        contents = None if given is not None else next(iter(self._list_layers().values()), None)
+        return torch.device(given) if given is not None else None if contents is None else contents[0].device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the keys and values, as it was given or else as they have it; None: not known yet."""
+        contents = None if self.cache_shape.dtype else next(iter(self._list_layers().values()), None)
+        return self.cache_shape.dtype if contents is None else contents[0].dtype
 
     @property
     def batch_size(self) -> int:
@@ -122,10 +133,11 @@ class SizedCache(Cache):
     def _check_capacity(self, layer: int, key: Tensor, span: KVSpan) -> None:
         if self.max_batch_size is not None and key.shape[0] > self.max_batch_size:
             raise InputError("batch_size", f"must be >= the {key.shape[0]} rows fed", self.max_batch_size)
-        if self.dtype is not None and key.dtype != self.dtype:
+        dtype = self.cache_shape.dtype
+        if dtype is not None and key.dtype != dtype:
             do = f"give {type(self).__name__} dtype=model.dtype"
-            raise InputError("dtype", f"must be {key.dtype}, the dtype of the model", self.dtype, do)
-        device = (self.cache_shape.layer_devices or {}).get(layer, self.device)
+            raise InputError("dtype", f"must be {key.dtype}, the dtype of the model", dtype, do)
+        device = (self.cache_shape.layer_devices or {}).get(layer, self.cache_shape.device)
         if device is not None and torch.device(device).type != key.device.type:
             do = f"give {type(self).__name__} device=model.device"
             raise InputError("device", f"must be {key.device}, the device of layer {layer}", device, do)
