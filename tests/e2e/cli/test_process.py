@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -15,6 +16,14 @@ from tests.support.pretrained import ROOT
 
 ENTRY = "from descant.cli import main; main()"
 ENDLESS = ("--eos-token-id", "none", "--max-new-tokens", "100000")
+
+
+@pytest.fixture(autouse=True)
+def _interrupts():
+    """The handler of interrupts, which `main` changes at its end."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def process(*arguments: str, code: str = ENTRY) -> subprocess.Popen[bytes]:
@@ -49,6 +58,34 @@ def test_an_interrupt_ends_it_quietly(stories):
     assert (running.returncode, errors) == (130, b"")
     assert first
     assert (first + rest).endswith(b"\n")
+
+
+AT_EXIT = """
+import atexit, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+atexit.register(time.sleep, 60)
+"""
+WHILE_IMPORTING = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from descant.cli.command_table import CommandEntry
+CommandEntry.load = lambda self: signal.raise_signal(signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize(("setup", "count"), [(AT_EXIT, 2), (WHILE_IMPORTING, 1)], ids=["exit", "import"])
+def test_an_interrupt_shows_no_traceback_at_any_time(stories, setup, count):
+    with process("generate", stories, "Once", *ENDLESS, code=setup + ENTRY) as running:
+        if count > 1:
+            running.stdout.read(1)
+            running.send_signal(signal.SIGINT)
+            while running.stdout.read(1) not in (b"\n", b""):  # the end of the line is its last output
+                pass
+            time.sleep(1)  # it is at its exit
+            running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=120)
+    assert errors.strip() == b""
+    assert running.returncode in (130, -signal.SIGINT)
 
 
 def test_a_reader_that_leaves_ends_it_quietly(stories):
