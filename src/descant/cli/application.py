@@ -66,8 +66,6 @@ class CommandGroup(TyperGroup):
         try:
             code = super().main(*args, **extra)
         except Exception as error:
-            if type(error).__name__ == "Abort":  # click's name of an interrupt
-                raise KeyboardInterrupt from None
             format_message = getattr(error, "format_message", None)  # usage errors of any version of click
             if format_message is None:
                 raise
