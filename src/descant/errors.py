@@ -96,6 +96,13 @@ def _short_repr(value: object, limit: int) -> str:
     return f"[{text}]" if type(value) is list else f"{{{text}}}"
 
 
+class Words(str):
+    """What was given in words, as "nothing": an error shows it without quotation marks."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
 class DescantError(Exception):
     """The base class of all errors that Descant raises."""
 

@@ -5,8 +5,10 @@ It needs the extra `cli`; importing this package does not.
 
 from __future__ import annotations
 
+import signal
 import sys
 
+from descant.cli.exit_codes import INTERRUPTED
 from descant.errors import MissingExtra
 
 __all__ = ["main"]
@@ -15,7 +17,20 @@ EXTRA = "cli"
 
 
 def main() -> None:
-    """Entry point: run the command line of this process, and exit with its code."""
+    """Entry point: run the command line of this process, and exit with its code.
+
+    Interrupts show no traceback: a command ends at the first one, and another one while it ends is final.
+    """
+    try:
+        _run()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    finally:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _run() -> None:
     try:
         from descant.cli.application import build_app
     except ModuleNotFoundError as error:

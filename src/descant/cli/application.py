@@ -21,6 +21,24 @@ from descant.cli.exit_codes import USAGE
 __all__ = ["DeferredCommand", "build_app"]
 
 
+class OptionHelpCommand(TyperCommand):
+    """A command whose help lists its options by panel and cuts none, however narrow the terminal is."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and options of each panel."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                title = getattr(parameter, "rich_help_panel", None) or "Options"
+                panels.setdefault("Arguments" if is_argument else title, []).append(record)
+        for title, records in panels.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 class DeferredCommand(TyperCommand):
     """A command whose class is imported when its arguments are parsed."""
 
@@ -30,8 +48,8 @@ class DeferredCommand(TyperCommand):
         """The command with its options."""
         from descant.cli.command import typer_callback
 
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        app.command(self.name, no_args_is_help=False)(typer_callback(self.entry.load()))
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        app.command(self.name, cls=OptionHelpCommand)(typer_callback(self.entry.load()))
         return typer.main.get_command(app)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:

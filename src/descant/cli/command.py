@@ -154,11 +154,15 @@ class DecodingCommand(ConfigCommand):
         arguments = parse_arguments("recipe_argument", self.recipe_argument or ())
         return load_recipe(self.recipe, trust_remote_code=self.trust_remote_code)(**arguments)
 
+    @property
+    def has_strategy(self) -> bool:
+        """Whether the recipe chooses the tokens."""
+        return self.loaded_recipe is not None and self.loaded_recipe.kind == "strategy"
+
     def check_parameters(self) -> None:
         """Raise for a config that cannot run and for a recipe that cannot be loaded."""
         options.reject_tensor_fields(self.parameters)
-        GenerationConfig.merge(self.parameters, self.file_config())
-        _ = self.loaded_recipe
+        GenerationConfig.merge(self.parameters, self.file_config(), has_strategy=self.has_strategy)
 
     def load(self) -> tuple[Any, Any]:
         """Load the model and its tokenizer, after checking the config and the recipe."""

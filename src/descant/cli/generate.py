@@ -15,7 +15,7 @@ from descant.cli.grammar_command import GrammarCommand
 from descant.cli.jsonl_lines import InputLines
 from descant.config.generation_config import GenerationConfig
 from descant.core.atomic_file import require_writable
-from descant.errors import ConfigError, InputError
+from descant.errors import ConfigError, InputError, Words
 
 if TYPE_CHECKING:
     from descant.cli.jsonl_output import JsonlFile, JsonlStream
@@ -117,7 +117,9 @@ class GenerateCommand(GrammarCommand):
         )
         printer, file_config, length_note = StreamPrinter(), self.file_config(), DefaultLengthNote()
         model_config = GenerationConfig.from_transformers(model.generation_config)
-        merged = GenerationConfig.merge(self.parameters, file_config, model_config)
+        merged = GenerationConfig.merge(
+            self.parameters, file_config, model_config, has_strategy=self.has_strategy
+        )
         function = FunctionRecipe.from_request(request_args, model, tokenizer)
         if function is not None and self.trace is not None:
             requirement = "is not supported with a recipe that is a function"
@@ -202,8 +204,8 @@ class GenerateCommand(GrammarCommand):
             name for name, value in (("PROMPT", self.prompt), ("--input", self.input)) if value is not None
         ]
         if len(given) != 1:
-            given_text = " and ".join(given) or "neither"
-            raise InputError("PROMPT", "must be given, or --input", given_text, "give one of them")
+            got, do = Words(" and ".join(given) or "neither"), "give one of them; - reads standard input"
+            raise InputError("PROMPT", "must be given, or --input", got, do)
         if self.input not in (None, STDIO) and self.output not in (None, STDIO):
             with contextlib.suppress(OSError):
                 if Path(str(self.output)).samefile(str(self.input)):

@@ -21,7 +21,7 @@ from descant.cli.options import override_values, reject_tensor_fields
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.core.records import Hypothesis
 from descant.engine.session import Failed, Finished, Request, Session
-from descant.errors import DescantError, InputError
+from descant.errors import DescantError, InputError, Words
 
 __all__ = ["JsonlJob"]
 
@@ -153,7 +153,10 @@ class JsonlJob:
             }
             reject_tensor_fields(line_values)
             config = GenerationConfig.merge(
-                override_values(self.values, line_values), self.file_config, self.model_config
+                override_values(self.values, line_values),
+                self.file_config,
+                self.model_config,
+                has_strategy=getattr(self.request_extras.get("recipe"), "kind", None) == "strategy",
             )
             inputs = encode_prompt(self.tokenizer, self._prompt_of(data))
             if self.function is not None:
@@ -193,7 +196,7 @@ class JsonlJob:
         """The prompt or messages of a line."""
         prompt, messages = data.get("prompt"), data.get("messages")
         if (prompt is None) == (messages is None):
-            given_text = "neither" if prompt is None else "both"
+            given_text = Words("neither" if prompt is None else "both")
             raise InputError("prompt", 'must be given, or "messages", in each line', given_text)
         if messages is not None:
             require_chat_template(self.tokenizer, self.model.name_or_path)

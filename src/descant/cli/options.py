@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import typer
-from rich.markup import escape
 
 from descant.config.generation_config import FIELDS, UNSUPPORTED, Field
 from descant.config.validation import LENGTH_PAIRS
@@ -72,7 +71,7 @@ def option_parameters() -> Iterator[inspect.Parameter]:
         kind: Any = bool if field.type == "bool" else list[str] if _is_list(field) else str
         option = typer.Option(
             *option_names(field),
-            help=escape(_help_text(field)),
+            help=_help_text(field),
             rich_help_panel=field.group.capitalize(),
             metavar="" if kind is bool else _metavar(field),
             show_default=False,

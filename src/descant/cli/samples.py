@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from descant.errors import InputError
+from descant.errors import InputError, Words
 
 __all__ = ["TextSample", "read_samples"]
 
@@ -94,7 +94,7 @@ def _line_samples(origin: TextSample, line: str) -> list[TextSample]:
 def _parse_sample(origin: TextSample, data: Mapping[str, Any]) -> TextSample:
     text, ids, prompt = data.get("text"), data.get("ids"), data.get("prompt")
     if (text is None) == (ids is None):
-        raise InputError("text", 'must be given, or "ids"', "neither" if text is None else "both")
+        raise InputError("text", 'must be given, or "ids"', Words("neither" if text is None else "both"))
     if ids is not None:
         if not _is_token_list(ids):
             raise InputError("ids", "must be a list of token ids", ids)

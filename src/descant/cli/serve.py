@@ -34,7 +34,7 @@ class ServeCommand(DecodingCommand):
     takes_speech: ClassVar[bool] = True
 
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(help="The port; 0: any that is free.")] = 8000
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any that is free.")] = 8000
     uds: Annotated[
         str | None, typer.Option(metavar="PATH", help="A Unix socket in place of --host and --port.")
     ] = None
@@ -54,12 +54,13 @@ class ServeCommand(DecodingCommand):
     tokens_per_minute: Annotated[int | None, typer.Option(help="Of each key without its own limit.")] = None
     concurrent_requests: Annotated[int | None, typer.Option(help="Of each key without its own limit.")] = None
     kv_memory: Annotated[
-        float | None, typer.Option(metavar="GIB", help="Memory of the KV pool (half of the free memory).")
+        float | None,
+        typer.Option(min=0, metavar="GIB", help="Memory of the KV pool (half of the free memory)."),
     ] = None
     max_running_rows: Annotated[int, typer.Option(help="Rows of the batch.")] = 256
     max_step_tokens: Annotated[int, typer.Option(help="Tokens of a step, those of prompts included.")] = 2048
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a prompt that one step reads.")] = 512
-    max_waiting: Annotated[int, typer.Option(help="Requests that may wait; others get 429.")] = 256
+    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get 429.")] = 256
     prefix_cache: Annotated[
         bool, typer.Option("--prefix-cache/--no-prefix-cache", metavar="", help="Reuse common prefixes.")
     ] = True
@@ -92,7 +93,7 @@ class ServeCommand(DecodingCommand):
     )
     max_body_bytes: Annotated[int, typer.Option(help="Of a request's body.")] = 4 * 2**20
     traces: Annotated[
-        int, typer.Option(help="Finished traces to hold; 0: requests cannot ask for traces.")
+        int, typer.Option(min=0, help="Finished traces to hold; 0: requests cannot ask for traces.")
     ] = 0
     page: Annotated[
         bool, typer.Option("--page/--no-page", metavar="", help="The page at / to try the model on.")
@@ -110,7 +111,9 @@ class ServeCommand(DecodingCommand):
     otlp_endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="A collector of OpenTelemetry: a span of each request.")
     ] = None
-    grace_seconds: Annotated[float, typer.Option(help="How long requests may take after SIGTERM.")] = 60.0
+    grace_seconds: Annotated[float, typer.Option(min=0, help="How long requests may take after SIGTERM.")] = (
+        60.0
+    )
     ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="A certificate for HTTPS.")] = None
     ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")] = None
     ssl_ca_certs: Annotated[str | None, typer.Option(metavar="FILE", help="Authorities of clients.")] = None

@@ -278,7 +278,7 @@ class Parameters(StoredParameters):
     # -- output
     num_return_sequences: int = field(
         default=1, kind=types.integer(1), group="output",
-        doc="Number of results per prompt.")
+        doc="Number of results per prompt; a recipe that forks returns all it has unless this is set.")
     return_dict_in_generate: bool = field(
         default=False, kind=types.flag(), group="output",
         doc="Return an output object instead of the token tensor alone.")

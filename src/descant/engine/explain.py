@@ -11,6 +11,7 @@ from descant.core.interfaces import Drafter, Model
 from descant.decoding.processors.pipeline import (
     LOGITS_WARPERS,
     PROCESSOR_SPECS,
+    ProcessorSpec,
     end_token_ids,
     processor_order,
 )
@@ -26,7 +27,7 @@ from descant.engine.planner import (
     make_plan,
 )
 from descant.engine.strategy_choice import strategy_name
-from descant.errors import MissingExtra, RowError
+from descant.errors import MissingExtra, RowError, format_value
 from descant.models.fast_paths import fast_paths
 from descant.trace.records import RequestRecord
 
@@ -58,7 +59,9 @@ def explain_config(config: GenerationConfig, model: object = None) -> str:
         lines.append("model       " + ", ".join(f"with {name}" for name in wrappers))
     drafter = describe_drafter(merged)
     lines += [f"drafts      {drafter}"] if drafter else []
-    lines.append("processors  " + (", ".join(type(one.processor).__name__ for one in processors) or "none"))
+    lines.append(
+        "processors  " + (", ".join(_describe_processor(one, merged) for one in processors) or "none")
+    )
     lines.append("stops       " + ", ".join(_describe_stops(merged, has_sound)))
     if plan is not None:
         lines.append(f"padding     token {plan.params.pad_token_id}")
@@ -150,6 +153,14 @@ def _jsonable(value: Any) -> Any:
     except (TypeError, ValueError, RecursionError):
         return type(value).__name__
     return plain if len(str(plain)) <= 200 else type(value).__name__
+
+
+def _describe_processor(spec: ProcessorSpec, config: GenerationConfig) -> str:
+    """A processor with the values of its fields."""
+    names = dict.fromkeys((*spec.fields, *spec.processor.config_fields))
+    values = {name: getattr(config, name) for name in names}
+    shown = ", ".join(f"{name}={format_value(value)}" for name, value in values.items() if value is not None)
+    return f"{type(spec.processor).__name__}({shown})"
 
 
 def _describe_length(config: GenerationConfig) -> str:

@@ -12,10 +12,14 @@ from descant.engine.prompt_reader import common_length
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.scheduling.plan import ParkedRequest
 from descant.engine.scheduling.scheduled_request import ScheduledRequest
+from descant.errors import ConfigError
 from descant.kv_cache.cached_row import is_lossless
 from descant.kv_cache.paged import PagedStore
 
 __all__ = ["parked_demand", "reads_in_chunks", "request_demand"]
+
+# Fields that say how many tokens are drafted.
+DRAFT_FIELDS = ("prompt_lookup_num_tokens", "suffix_lookup_num_tokens", "num_assistant_tokens")
 
 
 def reads_in_chunks(traits: ModelTraits, store: RowCache) -> bool:
@@ -23,6 +27,20 @@ def reads_in_chunks(traits: ModelTraits, store: RowCache) -> bool:
     if traits.cache_type != "kv" or traits.is_encoder_decoder:
         return False
     return is_lossless(store) and not (traits.has_own_position_ids or traits.needs_own_cache)
+
+
+def _most_drafts(one: ResolvedRequest, config: SchedulerConfig, rows: int) -> int:
+    """The most tokens that a row drafts in one step."""
+    drafts = min(
+        int(one.plan.method_params.get("draft_tokens", 0)),
+        max(one.prompt_params.last_length - len(one.prompt), 0),  # the room after the first new token
+    )
+    limit = config.max_step_tokens
+    if drafts and limit is not None and rows <= limit < rows * (1 + drafts):
+        given = [name for name in DRAFT_FIELDS if getattr(one.plan.config, name) is not None]
+        must = f"must be at most {limit // rows - 1}: a step has max_step_tokens={limit} tokens"
+        raise ConfigError(given[0] if given else "assistant_model", must, drafts, "lower it")
+    return drafts
 
 
 def request_demand(
@@ -56,7 +74,7 @@ def request_demand(
     rows *= 2 if is_guided else 1
     if not paged:  # a recurrent state does not grow
         fixed_blocks += rows * (1 if traits.cache_type == "recurrent" else config.blocks_of(max_row_tokens))
-    drafts = int(plan.method_params.get("draft_tokens", 0))
+    drafts = _most_drafts(one, config, rows)
     return ScheduledRequest(
         number=number,
         prompt_tokens=positions,

@@ -53,8 +53,11 @@ def test_reset_clears_and_exit_leaves(descant, loaded, talker):
     assert (result.exit_code, result.stdout) == (0, output_lines(text, text))
 
 
-def test_set_changes_the_next_answer(descant, loaded, talker):
-    result = descant("chat", talker, *OPTIONS, input="/set num_beams=3\n/set --max-new-tokens = 4\nWho?\n")
+@pytest.mark.parametrize(
+    "lines", ["/set num_beams=3\n/set --max-new-tokens = 4", "/set num_beams=3 --max-new-tokens = 4"]
+)
+def test_set_changes_the_next_answer(descant, loaded, talker, lines):
+    result = descant("chat", talker, *OPTIONS, input=f"{lines}\nWho?\n")
     [text] = answers(*loaded(talker), "Who?", num_beams=3, max_new_tokens=4)
     assert (result.exit_code, result.stdout) == (0, output_lines(text))
 
@@ -64,6 +67,7 @@ def test_set_changes_the_next_answer(descant, loaded, talker):
     [
         ("/set top_k", "`/set` must be FIELD=VALUE, got 'top_k': for instance /set temperature=0.7"),
         ("/set num_beam=3", "`num_beam` is not a generation parameter, got '3': did you mean `num_beams`?"),
+        ("/set num_beams=3 temperature=x", "`temperature` must be"),
         ("/set num_beams=x", "`num_beams` must be an int >= 1, got 'x'"),
         ("/set constraints=5", "`constraints` cannot be set from a command line"),
         ("/set watermarking_config={}", "`watermarking_config` cannot be set from a command line"),
@@ -351,6 +355,7 @@ def test_without_the_prompt_the_error_names_the_extra(descant, talker, monkeypat
         ("/sa", ["/save "]),
         ("/set temp", ["temperature="]),
         ("/set --max-new", ["max_new_tokens="]),
+        ("/set top_k=3 temp", ["temperature="]),
         ("/set temperature=", []),
         ("hello", []),
         ("/system te", []),

@@ -132,8 +132,8 @@ def test_a_stop_string_is_not_shown(descant, stories):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "PROMPT must be given, or --input, got 'neither': give one of them"),
-        ((PROMPT, "--input", "-"), "PROMPT must be given, or --input, got 'PROMPT and --input'"),
+        ((), "PROMPT must be given, or --input, got neither: give one of them; - reads standard input"),
+        ((PROMPT, "--input", "-"), "PROMPT must be given, or --input, got PROMPT and --input"),
         ((PROMPT, "--logprobs", 2), "--logprobs has no use where only text is shown, got 2: add --output -"),
         ((PROMPT, "--return-dict-in-generate", "--output-scores"), "has no use where text is written"),
         ((PROMPT, "--input=-", "--output=x"), "PROMPT must be given, or --input"),

@@ -9,9 +9,11 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from descant.cli.application import build_app
+from descant.cli.command import typer_callback
 from descant.cli.command_table import COMMAND_GROUPS, COMMANDS
 
 ALL = {(name,): entry for name, entry in COMMANDS.items()} | {
@@ -44,6 +46,18 @@ def test_the_help_names_every_command_in_full() -> None:
         assert f" {name} {summary}" in " ".join(CliRunner().invoke(build_app(), ["--help"]).stdout.split())
 
 
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_the_help_of_a_narrow_terminal_cuts_nothing(path: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(build_app(), [*path, "--help"], env={"COLUMNS": "80"}).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    told = "".join(shown.replace("-\n", "-").split())
+    app = typer.Typer(add_completion=False)
+    app.command()(typer_callback(ALL[path].load()))
+    for option in typer.main.get_command(app).params:
+        assert all(name in shown for name in option.opts if name.startswith("-"))
+        assert "".join((getattr(option, "help", None) or "").split()) in told
+
+
 @pytest.mark.parametrize(
     "arguments",
     [("--help",), ("--version",), *((*path, "--help") for path in ALL if path[0] != "recipe"),
@@ -70,3 +84,14 @@ def test_a_command_has_its_own_usage_and_errors() -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     assert "error: No such option: --nonsense" in result.stderr
     assert "recipe new --help)" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--port", "8000000"), ("--port", "-1"), ("--max-waiting", "-1"), ("--traces", "-1"),
+     ("--grace-seconds", "-1"), ("--kv-memory", "-1")],
+)  # fmt: skip
+def test_numbers_out_of_their_bounds_are_refused(option: str, value: str) -> None:
+    result = CliRunner().invoke(build_app(), ["serve", "nowhere", option, value])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"Invalid value for '{option}'" in result.stderr

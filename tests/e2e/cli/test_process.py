@@ -17,6 +17,14 @@ ENTRY = "from descant.cli import main; main()"
 ENDLESS = ("--eos-token-id", "none", "--max-new-tokens", "100000")
 
 
+@pytest.fixture(autouse=True)
+def _interrupts():
+    """The handler of interrupts, which `main` changes at its end."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def process(*arguments: str, code: str = ENTRY) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-c", code, *arguments],
@@ -49,6 +57,19 @@ def test_an_interrupt_ends_it_quietly(stories):
     assert (running.returncode, errors) == (130, b"")
     assert first
     assert (first + rest).endswith(b"\n")
+
+
+INTERRUPTIBLE = "import atexit, signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+AT_EXIT = "atexit.register(lambda: (print('exit', flush=True), time.sleep(60)))\n"
+
+
+def test_an_interrupt_at_the_exit_shows_no_traceback():
+    with process("--version", code=INTERRUPTIBLE + AT_EXIT + ENTRY) as running:
+        while running.stdout.readline() != b"exit\n":
+            pass
+        running.send_signal(signal.SIGINT)
+        _, errors = running.communicate(timeout=120)
+    assert (running.returncode, errors) == (-signal.SIGINT, b"")
 
 
 def test_a_reader_that_leaves_ends_it_quietly(stories):

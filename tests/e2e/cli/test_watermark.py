@@ -205,7 +205,7 @@ def test_a_wrong_line_is_its_own_and_the_others_are_answered(descant, stories, t
     bad = [
         ("x", "must hold a JSON object in each line (Expecting value"),
         ("[1]", "must hold a JSON object in each line, got [1]"),
-        ({"id": 3}, "`text` must be given, or \"ids\", got 'neither'"),
+        ({"id": 3}, '`text` must be given, or "ids", got neither'),
         ({"text": "a", "ids": [1]}, "got 'both'"),
         ({"text": 5}, "`text` must be text, got 5"),
         ({"text": "a", "prompt": [1]}, "`prompt` must be text, as the text is"),
@@ -243,7 +243,7 @@ def test_an_invalid_call_is_reported_in_one_line(descant, stories, tmp_path, key
     (tmp_path / "wrong.json").write_text(json.dumps({"hashing_key": str(SECRET)}))
     file, good = tmp_path / "text.txt", ("--key", key("green"))
     cases = [
-        ((file,), "--key must come from exactly one source, got 'neither a file nor a variable'"),
+        ((file,), "--key must come from exactly one source, got neither a file nor a variable"),
         ((file, "--key", tmp_path / "none.json"), "--key must be a file that can be read (No such file"),
         (
             (file, "--key", tmp_path / "wrong.json"),

@@ -32,6 +32,24 @@ def test_the_strategy_is_named(fields, name):
     assert first == f"strategy    {name}"
 
 
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"do_sample": True}, "TopKLogitsWarper(top_k=50)"),
+        (
+            {"do_sample": True, "top_k": 0, "xtc_probability": 0.5},
+            "XTCLogitsWarper(xtc_probability=0.5, xtc_threshold=0.1)",
+        ),
+        ({"suppress_tokens": list(range(99))}, "SuppressTokensLogitsProcessor(suppress_tokens=(0, 1, "),
+        ({}, "none"),
+    ],
+)
+def test_processors_are_named_with_their_values(fields, told):
+    line = explain_config(GenerationConfig(**fields)).splitlines()[1]
+    assert line.startswith(f"processors  {told}")
+    assert len(line) < 200
+
+
 def test_wrappers_of_the_model_are_named():
     lines = explain_config(GenerationConfig(guidance_scale=1.5)).splitlines()
     (line,) = (line for line in lines if line.startswith("model "))

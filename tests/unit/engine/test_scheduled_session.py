@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from descant import (
+    ConfigError,
     DeadlineExceeded,
     EngineFull,
     Failed,
@@ -337,3 +338,14 @@ def test_a_lossy_cache_is_never_preempted(model):
     found = ended(session)
     assert tokens(found[numbers[1]]) == alone(model, lossy)
     assert tokens(found[numbers[0]]) == tokens(found[numbers[2]]) == alone(model, request(4, new=8))
+
+
+def test_drafts_are_counted_by_the_room_of_their_row(model):
+    session = Session(model, scheduler=SchedulerConfig(max_step_tokens=16))
+    one = request(5, prompt_lookup_num_tokens=10**9)
+    [number] = session.admit(one)
+    assert tokens(ended(session)[number]) == alone(model, one)
+    with pytest.raises(
+        ConfigError, match=r"`prompt_lookup_num_tokens` must be at most 15: .*got 38: lower it"
+    ):
+        session.admit(request(5, new=39, prompt_lookup_num_tokens=10**9))

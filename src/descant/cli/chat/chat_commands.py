@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,12 +79,17 @@ class ChatCommands:
         terminal.print_info(help_text())
 
     def set(self, text: str) -> None:
-        """Change a parameter."""
-        name, equals, value = (part.strip() for part in text.partition("="))
-        name = name.removeprefix("--").replace("-", "_")
-        if not equals:
-            raise InputError("/set", "must be FIELD=VALUE", text, "for instance /set temperature=0.7")
-        self.conversation.set_parameter(name, value)
+        """Change parameters, all or none."""
+        # A value may hold spaces: the next parameter begins with a word that is a field, and `=`.
+        names = "|".join(name.replace("_", "[-_]") for name in options.cli_fields())
+        parts = re.split(rf"\s+(?=(?:--)?(?:{names})\s*=)", text)
+        changes = {}
+        for part in parts:
+            name, equals, value = (one.strip() for one in part.partition("="))
+            if not equals:
+                raise InputError("/set", "must be FIELD=VALUE", part, "for instance /set temperature=0.7")
+            changes[name.removeprefix("--").replace("-", "_")] = value
+        self.conversation.set_parameters(changes)
 
     def show_config(self, _: str) -> None:
         """Print what would run."""
@@ -131,7 +137,7 @@ class ChatCommands:
 
 
 _ROWS: Final[tuple[tuple[str, str, str, Callable[[ChatCommands, str], None]], ...]] = (
-    ("/set", "FIELD=VALUE", "change a parameter, written as on the command line", ChatCommands.set),
+    ("/set", "FIELD=VALUE ...", "change parameters, written as on the command line", ChatCommands.set),
     ("/config", "", "show what would run, and where each value comes from", ChatCommands.show_config),
     ("/system", "TEXT", "change the system prompt; without TEXT remove it", ChatCommands.set_system),
     ("/regenerate", "", "reply to the last turn again", ChatCommands.regenerate),
@@ -166,11 +172,12 @@ def completions(text: str) -> Iterator[tuple[str, str, str]]:
             for command in COMMANDS.values():
                 if command.name.startswith(name):
                     yield name, command.name + (" " if command.argument else ""), command.summary
-    elif name == "/set" and "=" not in rest:
-        typed = rest.lstrip().removeprefix("--").replace("-", "_")
+    elif name == "/set":
+        word = rest.rpartition(" ")[2]
+        typed = word.removeprefix("--").replace("-", "_")
         for field in options.cli_fields().values():
             if field.name.startswith(typed):
-                yield rest.lstrip(), f"{field.name}=", field.doc
+                yield word, f"{field.name}=", field.doc
 
 
 def _split(name: str, text: str) -> list[str]:

@@ -116,22 +116,24 @@ class Conversation:
         """What would run."""
         return GenerationConfig.merge(self.values, self.file_config, self.model_config)
 
-    def set_parameter(self, name: str, text: str) -> None:
-        """Change a parameter, written as on the command line; on an error nothing changes.
+    def set_parameters(self, texts: Mapping[str, str]) -> None:
+        """Change parameters, written as on the command line; on an error nothing changes.
 
         A parameter of sampling also switches sampling on, unless somebody has switched it off.
         """
-        if name not in options.cli_fields():
-            raise unknown_field_error(name, text) if name not in FIELDS else _not_settable_error(name, text)
-        change = {name: options.parse_value(FIELDS[name], [text])}
+        for name, text in texts.items():
+            if name not in options.cli_fields():
+                is_unknown = name not in FIELDS
+                raise unknown_field_error(name, text) if is_unknown else _not_settable_error(name, text)
+        change = {name: options.parse_value(FIELDS[name], [text]) for name, text in texts.items()}
         try:
             self.replace_values(options.override_values(self.values, change))
         except ConfigError as error:
-            given = {*self.values, *(() if self.file_config is None else self.file_config.given)}
-            if error.field != name or "`do_sample`" not in error.must or "do_sample" in given:
+            given = {*self.values, *change, *(() if self.file_config is None else self.file_config.given)}
+            if error.field not in change or "`do_sample`" not in error.must or "do_sample" in given:
                 raise
             self.replace_values(options.override_values(self.values, {**change, "do_sample": True}))
-            terminal.print_info(f"do_sample=true is set too: {name} has no use without it")
+            terminal.print_info(f"do_sample=true is set too: {error.field} has no use without it")
 
     def replace_values(self, values: Mapping[str, Any]) -> None:
         """Continue with other parameters; raises for those that cannot run."""

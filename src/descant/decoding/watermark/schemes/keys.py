@@ -26,7 +26,7 @@ from descant.config.watermarking_config import (
     as_watermarking_config,
 )
 from descant.core.atomic_file import write_bytes
-from descant.errors import ConfigError, InputError
+from descant.errors import ConfigError, InputError, Words
 
 __all__ = [
     "KEY_FILE_VARIABLE",
@@ -67,7 +67,7 @@ def read_settings(
     variables = [name for name in (KEY_VARIABLE, KEY_FILE_VARIABLE) if environment.get(name)]
     if len(variables) != 1:
         do = f"set {KEY_VARIABLE} to its JSON or {KEY_FILE_VARIABLE} to a file's path"
-        got = " and ".join(variables) or "neither a file nor a variable"
+        got = Words(" and ".join(variables) or "neither a file nor a variable")
         raise InputError("key", "must come from exactly one source", got, do)
     if variables == [KEY_FILE_VARIABLE]:
         return _read_file(environment[KEY_FILE_VARIABLE], KEY_FILE_VARIABLE)
