@@ -63,6 +63,7 @@ def _(lib):
     "out_keys",
     64,
     "As a dictionary the record has two keys, sequences and scores.",
+    ours="As in 4.52.4, a model's method adds the key past_key_values; `descant.generate` has these two.",
     theirs="4.52.4 adds the key past_key_values.",
 )
 def _(lib):
