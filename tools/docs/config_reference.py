@@ -19,9 +19,9 @@ HEAD = """\
 # GenerationConfig
 
 Every parameter of `descant.GenerationConfig`. The same names are keyword arguments of `descant.generate()`.
-Attributes cannot be set: `replace` returns a changed copy, `update` changes a config in place. A value comes
-from the call, else from the `generation_config` argument, else from the model's own config, else from the
-defaults below.
+Setting an attribute and `update` check the values and change a config in place, `replace` returns a changed
+copy. A value comes from the call, else from the `generation_config` argument, else from the model's own config,
+else from the defaults below.
 """
 
 

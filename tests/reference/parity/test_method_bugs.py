@@ -204,6 +204,41 @@ def test_beam_indices_of_groups(name, tiny, reference):
     close(moves.sum(1) / 6, theirs["sequences_scores"], "sequences_scores")
 
 
+# ------------------------------------------------------------------------------------ guidance
+def guided_logprobs(model, text, prompt_length, scale):
+    """The guided scores [V] of the next token, from forwards without a cache."""
+    sides = torch.tensor([text]), torch.tensor([text[prompt_length - 1 :]])
+    with torch.no_grad():
+        seen, unseen = (model(ids, use_cache=False).logits[0, -1].float().log_softmax(-1) for ids in sides)
+    return unseen + scale * (seen - unseen)
+
+
+@pytest.mark.parametrize(("name", "seed"), [("llama", 1), ("llama", 3), ("gpt2", 5)])
+def test_guidance_under_beams_reads_the_beams_own_text(name, seed, tiny, reference):
+    """The reference does not move its negative side with the beams: the scores are not those of the texts.
+
+    Nor are they probabilities: it adds up the guided sums as they are. Ours are what the whole text gives.
+    """
+    model = tiny(name)
+    rows = batch(model, prompts(model.arch, (6,), seed=seed))
+    arguments = {"num_beams": 2, "guidance_scale": 1.5, "max_new_tokens": 8, "min_new_tokens": 8}
+    arguments |= {"num_return_sequences": 2, "suppress_tokens": [model.eos]}
+    theirs = reference.generate(model.folder, rows.inputs, arguments, ["sequences", "sequences_scores"])
+    out = ours(model, rows.inputs, **arguments)
+
+    def mean_score(sequence, is_normalized):
+        total = 0.0
+        for at in range(6, 14):
+            scores = guided_logprobs(model.model, sequence[:at].tolist(), 6, 1.5)
+            total += float((scores.log_softmax(-1) if is_normalized else scores)[sequence[at]])
+        return total / 8
+
+    again = [mean_score(one, is_normalized=True) for one in out.sequences]
+    close(out.sequences_scores, torch.tensor(again), "sequences_scores")
+    stale = torch.tensor([mean_score(one, is_normalized=False) for one in theirs["sequences"]])
+    assert (theirs["sequences_scores"] - stale).abs().max() > 0.05
+
+
 # ------------------------------------------------------------------------------------ scorers
 def test_the_prompt_counts_as_length(reference):
     """transformers 27351: a scorer driven by hand, as documented, divides by the prompt's length too.

@@ -126,6 +126,27 @@ def _(lib):
     assert found.shape[1] == 26
 
 
+@says("sink_length", 2156, "The length of a SinkCache is that of the cached states.")
+def _(lib):
+    found = []
+    with heard():
+        for count in (3, 5, 24):
+            cache = lib.SinkCache(window_length=12, num_sink_tokens=2)
+            fed(lib, cache, widths=(6, *(1,) * count))
+            found.append(int(cache.get_seq_length()))
+        cache = lib.SinkCache(window_length=12, num_sink_tokens=2)
+        lib.model().generate(lib.ids(), past_key_values=cache, max_new_tokens=30, eos_token_id=None)
+    return found, int(cache.get_seq_length()), int(cache.get_seq_length(1))
+
+
+@says("quantized_attrs", 2101, "A quantized cache has its settings as attributes.")
+def _(lib):
+    settings = {"nbits": 4, "axis_key": 0, "axis_value": 0, "q_group_size": 16, "residual_length": 8}
+    cache = lib.QuantoQuantizedCache(lib.QuantizedCacheConfig(**settings, compute_dtype=torch.float32))
+    assert cache.compute_dtype == torch.float32
+    return {name: getattr(cache, name) for name in settings}, str(cache.device)
+
+
 @says("sink_attrs", 2133, "SinkCache knows its window and its sinks.")
 def _(lib):
     with heard():

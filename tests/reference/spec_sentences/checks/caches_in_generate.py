@@ -130,16 +130,14 @@ def _(lib):
     assert torch.equal(cached(lib, "bart", past_key_values=cache), plain(lib, "bart"))
 
 
-@call(
-    "pkv_encdec_filled",
-    2314,
-    "An EncoderDecoderCache that is given is filled.",
-    ours="It stays as it is: the keys of the encoder belong to the request and end with it.",
-)
+@call("pkv_encdec_filled", 2314, "An EncoderDecoderCache that is given is filled.")
 def _(lib):
     cache = lib.EncoderDecoderCache(lib.DynamicCache(), lib.DynamicCache())
     cached(lib, "bart", past_key_values=cache)
     assert int(cache.get_seq_length()) == 6
+    assert all(cache.is_updated.values())
+    parts = cache.self_attention_cache, cache.cross_attention_cache
+    return [[list(part.key_cache), list(part.value_cache)] for part in parts]
 
 
 @field("legacy", 198, "`return_legacy_cache=True` returns the cache as tuples.")

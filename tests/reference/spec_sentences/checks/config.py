@@ -12,7 +12,6 @@ says = page(STRATEGIES)
 field = page(CONFIG)
 call = page(GENERATE)
 
-FROZEN = "A config is immutable, so that calls cannot change each other: use `config.replace(...)`."
 STRICT = "An unknown name is an error, so that a misspelt parameter is found."
 
 
@@ -226,11 +225,46 @@ def _(lib):
     return config.bos_token_id, config.eos_token_id, config.pad_token_id
 
 
-@field("gc_set", 401, "Attributes of a config can be set.", ours=FROZEN)
+@field("gc_set", 401, "Attributes of a config can be set.")
 def _(lib):
-    config = lib.GenerationConfig()
+    config = lib.GenerationConfig(max_new_tokens=5)
+    before = lib.model().generate(lib.ids(), generation_config=config)
     config.num_beams = 3
-    assert config.num_beams == 3
+    config.max_new_tokens = 4
+    return before, lib.model().generate(lib.ids(), generation_config=config)
+
+
+@field("gc_watermark", 1374, "The watermark of a config is an object of its class, also after a file.")
+def _(lib):
+    made = lib.GenerationConfig(watermarking_config=lib.WatermarkingConfig(bias=1.5))
+    with folder() as path:
+        made.save_pretrained(path)
+        read = lib.GenerationConfig.from_pretrained(path)
+    for config in (made, read):
+        assert isinstance(config.watermarking_config, lib.WatermarkingConfig)
+    return made.watermarking_config.bias, read.watermarking_config.bias
+
+
+@field("gc_cache_config", 424, "The settings of a quantized cache are an object of their class.")
+def _(lib):
+    given = {"cache_implementation": "quantized", "cache_config": {"nbits": 2}}
+    config = lib.GenerationConfig(**given)
+    assert isinstance(config.cache_config, lib.QuantizedCacheConfig)
+    return config.cache_config.nbits, config.cache_config.q_group_size
+
+
+@field("gc_compile_config", 1381, "The settings of compilation are an object of their class.")
+def _(lib):
+    config = lib.GenerationConfig(compile_config=lib.CompileConfig(mode="default", dynamic=True))
+    assert isinstance(config.compile_config, lib.CompileConfig)
+    return config.compile_config.mode, config.compile_config.dynamic
+
+
+@field("gc_file_entries", 505, "Entries of a file that are no parameters are attributes of the config.")
+def _(lib):
+    config = lib.GenerationConfig.from_dict({"num_beams": 3, "lang_to_id": {"<|en|>": 7}})
+    assert not hasattr(config, "no_such_entry")
+    return config.lang_to_id["<|en|>"]
 
 
 @field("gc_extra", 505, "Unknown keywords are kept as attributes of the config.", ours=STRICT)

@@ -66,6 +66,11 @@ def _(lib):
     return lib.MaxTimeCriteria(max_time=1.0, initial_timestamp=time.time() - 5)(IDS, None)
 
 
+@older("sc_no_time", 86, "A `max_time` of 0 is one step.")
+def _(lib):
+    return lib.model().generate(lib.ids(), max_time=0.0, max_new_tokens=20, eos_token_id=None)
+
+
 @older("sc_maxtime", 86, "`max_time` ends generation early.")
 def _(lib):
     found = lib.model().generate(lib.ids(), max_time=1e-6, max_new_tokens=200, eos_token_id=None)
