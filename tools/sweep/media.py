@@ -191,6 +191,16 @@ def video_patches(model: Any, index: int) -> Inputs:
     return {"pixel_values": noise(4 + 2 * index, vision.temporal_patch_size, size, size, 3, seed=100 + index)}
 
 
+def merged_patches(model: Any, index: int) -> Inputs:
+    """Squares of patches, one for each token, and their grid (Inkling 2)."""
+    vision = model.config.vision_config
+    size, height, width = vision.patch_size * vision.spatial_merge_size, 2, 2 + index % 2
+    return {
+        "pixel_values": noise(height * width, size, size, 3, seed=100 + index),
+        "image_grid_thw": torch.tensor([[1, height, width]]),
+    }
+
+
 def two_resolutions(model: Any, index: int) -> Inputs:
     """An image at two resolutions (DeepSeek-VL)."""
     size = model.config.high_res_vision_config.image_size
@@ -848,6 +858,7 @@ PICTURES: dict[str, Callable[[Any, int], Inputs]] = {
     "lfm2_vl": padded_patches,
     "fuyu": patches_only,
     "inkling_mm_model": video_patches,
+    "inkling2": merged_patches,
     "deepseek_vl_hybrid": two_resolutions,
     "molmo2": pooled_crops,
     "emu3": image_with_size,

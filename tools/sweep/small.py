@@ -157,6 +157,12 @@ TABLE: dict[str, dict[str, Any]] = {
                                                 for kind in _SLIDING}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_shared_experts": 1, "n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots3_note_text": {
+        "sliding_window": WINDOW, "shared_experts_intermediate_size": _INNER,
+        "swa_num_attention_heads": _HEADS, "swa_num_key_value_heads": _HEADS, "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16, "swa_head_dim": 2 * _HEAD, "swa_qk_nope_head_dim": _HEAD,
+        "swa_v_head_dim": _HEAD,
+    },
     "encoder-decoder": {
         "encoder": {"model_type": "bert"},
         "decoder": {"model_type": "bert", "is_decoder": True, "add_cross_attention": True},

@@ -386,6 +386,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "spatial_target_layers": [0, 1, 2, 3],
         "text_config.num_hidden_layers": 4,
     },
+    "granite_docling": {"vision_config.deepstack_visual_indexes": [0]},
     "hunyuan_vl": {"text_config.head_dim": 8, SECTIONS: [1, 1, 1, 1]},
     "idefics": {"cross_layer_interval": 2, "use_resampler": False, "alpha_initializer": "ones"},
     "internvl": {"vision_config.image_size": [16, 16], "vision_config.patch_size": [4, 4]},

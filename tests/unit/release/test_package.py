@@ -89,7 +89,8 @@ def test_the_addresses_are_in_the_metadata(metadata: Message) -> None:
 def test_the_source_distribution_has_what_a_packager_needs() -> None:
     names = {file.distribution_path for file in SdistBuilder(str(ROOT)).recurse_included_files()}
     top = {"LICENSE", "README.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "RELEASING.md", "CITATION.cff"}
-    wanted = {*top, "hatch_build.py", "constraints.txt", "mkdocs.yml", ".ci/run", ".github/workflows/ci.yml"}
+    scripts = {".ci/run", ".ci/versions", ".github/workflows/ci.yml"}
+    wanted = {*top, *scripts, "hatch_build.py", "constraints.txt", "mkdocs.yml"}
     assert wanted - names == set()
     assert not [name for name in names if name.startswith(("models/", "site/", ".venv/"))]
 

@@ -72,6 +72,13 @@ def test_ci_runs_both_tiers() -> None:
     assert commands == [".ci/run quick", ".ci/run"]
 
 
+@pytest.mark.parametrize("name", ["versions.yml", "release.yml"])
+def test_the_oldest_and_the_newest_versions_run_weekly_and_before_a_release(name: str) -> None:
+    job = read(name)["jobs"]["versions"]
+    assert job["strategy"]["matrix"] == {"versions": ["oldest", "newest"]}
+    assert job["steps"][-1] == {"run": ".ci/versions ${{ matrix.versions }}"}
+
+
 def test_only_the_job_that_publishes_gets_an_identity() -> None:
     jobs = read("release.yml")["jobs"]
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
@@ -83,10 +90,15 @@ def test_only_the_job_that_publishes_gets_an_identity() -> None:
     assert "password" not in publish.get("with", {})
 
 
-def test_an_unknown_tier_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("run", "a tier must be quick or whole, got: fast; run .ci/run [quick]\n"),
+        ("versions", "the versions must be oldest or newest, got: fast; run .ci/versions oldest\n"),
+    ],
+)
+def test_an_unknown_argument_is_refused(script: str, message: str) -> None:
     done = subprocess.run(
-        ["bash", str(ROOT / ".ci" / "run"), "fast"], capture_output=True, text=True, check=False
+        ["bash", str(ROOT / ".ci" / script), "fast"], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (
-        2, "a tier must be quick or whole, got: fast; run .ci/run [quick]\n",
-    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, message)
