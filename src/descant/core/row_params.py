@@ -39,10 +39,11 @@ class RowParams:
 
     def take(self, parents: Tensor) -> Self:
         """The parameters of the new rows."""
-        index, values = parents.numpy(), self.values
-        if isinstance(values, _TakenValues):
-            index, values = values.index[index], values.source
-        return type(self)(_TakenValues(values, index))
+        return type(self)(_TakenValues(self.values, parents.numpy()))
+
+    def extend(self, rows: int) -> Self:
+        """These rows' parameters, followed by rows that use none."""
+        return type(self)(_TakenValues(self.values, np.append(np.arange(len(self)), np.full(rows, -1))))
 
     def cat(self, other: Self) -> Self:
         """These rows' parameters, followed by another table's."""
@@ -54,10 +55,16 @@ class RowParams:
 
 
 class _TakenValues(Mapping[str, "Tensor | ObjectArray"]):
-    """Parameters of some rows of a table, each column taken on first use: a step reads few of them."""
+    """Parameters of some rows of a table, each column taken on first use: a step reads few of them.
+
+    The index -1 stands for a row that uses no parameter.
+    """
 
     def __init__(self, source: ParamValues, index: ObjectArray) -> None:
-        self.source, self.index = source, index
+        self.source: ParamValues = source
+        self.index: ObjectArray = index
+        if isinstance(source, _TakenValues):
+            self.source, self.index = source.source, np.where(index < 0, -1, source.index[index])
         self._taken: dict[str, Tensor | ObjectArray] = {}
 
     def __getitem__(self, name: str) -> Tensor | ObjectArray:
@@ -65,11 +72,9 @@ class _TakenValues(Mapping[str, "Tensor | ObjectArray"]):
         if taken is None:
             value = self.source[name]
             # Numpy: torch takes twice as long to index a short column.
-            if isinstance(value, Tensor):
-                taken = torch.from_numpy(value.numpy()[self.index])
-            else:
-                taken = value[self.index]
-            self._taken[name] = taken
+            array = (value.numpy() if isinstance(value, Tensor) else value)[self.index]
+            array[self.index < 0] = -1 if isinstance(value, Tensor) else None
+            taken = self._taken[name] = torch.from_numpy(array) if isinstance(value, Tensor) else array
         return taken
 
     def __contains__(self, name: object) -> bool:

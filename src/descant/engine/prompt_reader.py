@@ -15,7 +15,6 @@ from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.engine.prefix_reuse import CachedPrefix, Forward, commit_chunk, prompt_chunk
 from descant.kv_cache.cached_row import CachedRow, append_rows
-from descant.kv_cache.paged import PagedStore
 
 __all__ = ["PromptReader", "ReadRows", "common_length"]
 
@@ -161,17 +160,9 @@ class PromptReader:
             rows = rows.replace(cached_length=reading.fed.cached_length)
         return ReadRows.cached(rows, reading.cache)
 
-    def num_cached(self, number: int) -> Tensor:
-        """The positions of each row in a request's own cache [R] (host)."""
-        return self._requests[number].fed.cached_length
-
     def cache_of(self, number: int) -> KVCache:
         """The cache into which a request is read."""
         return self._requests[number].cache
-
-    def is_paged(self, number: int) -> bool:
-        """Whether a request is read into blocks."""
-        return isinstance(self._requests[number].cache, PagedStore)
 
     def drop(self, number: int) -> None:
         """Forget a request, and free its cache."""

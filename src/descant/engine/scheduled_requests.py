@@ -19,8 +19,8 @@ from descant.core.rows import Rows
 from descant.engine.admission import ResolvedRequest, with_drawn_seed
 from descant.engine.block_usage import block_usage
 from descant.engine.prefix_reuse import CachedPrefix, Forward
-from descant.engine.prompt_reader import PromptReader, ReadRows, common_length
-from descant.engine.request_demand import reads_in_chunks, request_demand
+from descant.engine.prompt_reader import PromptReader, ReadRows
+from descant.engine.request_demand import parked_demand, reads_in_chunks, request_demand
 from descant.engine.scheduling.ageing_scheduler import AgeingScheduler
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.scheduling.plan import ParkedRequest, RequestUsage, StepPlan, StepReport
@@ -363,17 +363,12 @@ class ScheduledRequests:
     def _parked_size(self, number: int) -> ParkedRequest:
         """What it takes to read a preempted request again."""
         table, rows = self._parked[number]
-        positions = rows.position
-        common = common_length(rows) if self._is_chunkable(table) else 0
-        size = self.config.block_size
-        shared = common // size * size
-        blocks = shared // size + int((-(-(positions + 1 - shared) // size)).sum())
-        tokens = common + int((positions - common).sum())
-        return ParkedRequest(tokens, blocks)
+        one, store = table.running.requests[number].resolved, unwrap_cache(table.cache, _NO_ROWS)[0]
+        return parked_demand(one, rows, self._model.traits, self.config, store=store)
 
     def _usage(self, plan: StepPlan) -> tuple[dict[int, RequestUsage], int]:
         """The blocks of all running requests, and of those that are shared."""
-        size, shared = self.config.block_size, 0
+        shared = 0
         usage: dict[int, RequestUsage] = {}
         for table in self._tables:
             if table.rows is not None and len(table) and _is_paged(table):
@@ -381,9 +376,9 @@ class ScheduledRequests:
                 usage |= found.by_request
                 shared += found.shared_blocks
         for number in plan.read:
-            if number in self._reader and self._reader.is_paged(number):
-                blocks = int((-(-self._reader.num_cached(number) // size)).sum())
-                usage[number] = RequestUsage(blocks, 0)
+            store = self._reader.cache_of(number) if number in self._reader else None
+            if isinstance(store, PagedStore):  # its rows share what they have in common
+                usage[number] = RequestUsage(len(np.unique(store.referenced_blocks())), 0)
         return usage, shared
 
 

@@ -76,8 +76,7 @@ class StrategyGroup:
                 if stateful is not None:
                     after = self._process_stateful(stateful, index, part, before, proposal)
                 else:
-                    after = processor.process(part, before)
-                _check_scores(processor, before, after)
+                    after = _checked_scores(processor, before, processor.process(part, before))
             except Exception as error:
                 self.record_error(rows.request if index is None else rows.request[index], error)
                 after = before
@@ -169,7 +168,7 @@ class StrategyGroup:
         """The scores of a stateful processor, whose state advances with each draft."""
         width = proposal.width
         if proposal.drafts is None:
-            after = processor.process(context, before)
+            after = _checked_scores(processor, before, processor.process(context, before))
             self._pending_states.append(_PendingState(processor, index, context, before, after))
             return after
         drafts = proposal.drafts if index is None else index_rows(proposal.drafts, index)
@@ -180,7 +179,8 @@ class StrategyGroup:
         for draft in range(width + 1):
             line_context = context.take(first + draft).with_states(states)
             line_scores = index_rows(before, first + draft)
-            results.append(processor.process(line_context, line_scores))
+            result = processor.process(line_context, line_scores)
+            results.append(_checked_scores(processor, line_scores, result))
             if draft < width:
                 states = dict(processor.advance(line_context, line_scores, results[-1], drafts[:, draft]))
                 for name, value in states.items():
@@ -193,11 +193,12 @@ class StrategyGroup:
         return after
 
 
-def _check_scores(processor: Processor, before: Tensor, after: object) -> None:
-    """Raise for a processor that does not return scores."""
-    if not isinstance(after, Tensor) or after.shape != before.shape:
-        must = f"{type(processor).__name__} must return a tensor of shape {list(before.shape)}"
-        raise InputError("logits_processor", must, after, "return the scores")
+def _checked_scores(processor: Processor, before: Tensor, after: object) -> Tensor:
+    """What a processor returns, as scores of the dtype it was given; raises if these are no scores."""
+    if isinstance(after, Tensor) and after.shape == before.shape and after.is_floating_point():
+        return after.to(before.dtype)  # of one dtype whatever rows it processes
+    must = f"{type(processor).__name__} must return a floating-point tensor of shape {list(before.shape)}"
+    raise InputError("logits_processor", must, after, "return the scores")
 
 
 class _NoStrategy:

@@ -160,7 +160,10 @@ class Table:
         """Take the rows of a request out of the table, with their cached positions."""
         assert self.rows is not None
         index = (self.rows.request == number).nonzero().squeeze(1)
-        store, inner = unwrap_cache(self.cache, index)
+        # Unconditional rows go along.
+        store, inner = (
+            (self.cache, index) if hasattr(self.cache, "select") else unwrap_cache(self.cache, index)
+        )
         suspended = ReadRows.cached(self.rows.take(index), store.select(inner))
         self._remove_rows([number])
         return suspended

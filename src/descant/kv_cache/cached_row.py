@@ -38,8 +38,9 @@ class CachedRow(NamedTuple):
 def append_rows(cache: RowCache, cached_rows: Sequence[CachedRow | None]) -> None:
     """Append one row per entry to a cache, with the entry's content; None appends an empty row.
 
-    Rows of the same cache type are joined and keep sharing memory. Others are copied.
+    Rows of the type of the cache, or of its inner cache, still share memory afterwards. Others are copied.
     """
+    joinable = (type(cache), type(unwrap_cache(cache, torch.zeros(0, dtype=torch.long))[0]))
     stores = [None if cached is None else cached.store for cached in cached_rows]
     for _, group in groupby(range(len(cached_rows)), lambda index: id(stores[index])):
         indices = list(group)
@@ -48,7 +49,7 @@ def append_rows(cache: RowCache, cached_rows: Sequence[CachedRow | None]) -> Non
             cache.extend(len(indices))
             continue
         rows = torch.tensor([cast(CachedRow, cached_rows[index]).row for index in indices])
-        if type(store) is type(cache):
+        if type(store) in joinable and hasattr(cache, "join"):
             cache.join(store.select(rows))
         else:
             first = len(cache)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import DraftLimitingCache, RowCache
+from descant.core.interfaces import DraftLimitingCache, RowCache, SelectableCache
 from descant.core.rows import stable_row_order
 
 __all__ = ["PairedRowCache"]
@@ -72,6 +74,31 @@ class PairedRowCache:
     def extend(self, rows: int) -> None:
         """Append empty rows without unconditional rows."""
         self.inner.extend(rows)
+        self._append(rows)
+
+    def select(self, rows: Tensor) -> PairedRowCache:
+        """A new cache with these rows [N] (host) and their unconditional rows; this one is unchanged."""
+        paired = (self.uncond_row[rows] >= 0).nonzero().squeeze(1)
+        inner_rows = torch.cat((self.row_index[rows], self.uncond_row[rows][paired]))
+        other = PairedRowCache(cast(SelectableCache, self.inner).select(inner_rows))
+        other.row_index, other.uncond_row = torch.arange(len(rows)), torch.full((len(rows),), -1)
+        other.uncond_row[paired] = len(rows) + torch.arange(len(paired))
+        other.uncond_offset, other.uncond_base = self.uncond_offset[rows], self.uncond_base[rows]
+        return other
+
+    def join(self, other: RowCache) -> None:
+        """Append the rows of another cache, of this type or that of the inner cache, which is emptied."""
+        first, first_inner, inner = len(self), self._num_inner_rows, cast(SelectableCache, self.inner)
+        added = other if isinstance(other, PairedRowCache) else PairedRowCache(other)
+        inner.join(cast(SelectableCache, added.inner))
+        self._append(len(added))
+        self.row_index[first:] = added.row_index + first_inner
+        self.uncond_row[first:] = torch.where(added.uncond_row < 0, -1, added.uncond_row + first_inner)
+        self.uncond_offset[first:], self.uncond_base[first:] = added.uncond_offset, added.uncond_base
+        self._num_inner_rows = first_inner + added._num_inner_rows
+
+    def _append(self, rows: int) -> None:
+        """Count new rows, which have been appended to the inner cache."""
         self.row_index = torch.cat((self.row_index, self._num_inner_rows + torch.arange(rows)))
         self.uncond_row = torch.cat((self.uncond_row, torch.full((rows,), -1)))
         self.uncond_offset = torch.cat((self.uncond_offset, torch.zeros(rows, dtype=torch.long)))

@@ -212,6 +212,22 @@ def test_a_preempted_request_is_read_again(model):
     assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in given]
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("neighbour", [{}, {"guidance_scale": 2.0}])
+def test_rows_that_are_read_again_hold_what_they_held(model, chunk, neighbour):
+    """The sequences of a request share its prompt's blocks again: its largest size is that of the pool."""
+    limits = SchedulerConfig(
+        num_blocks=13, block_size=4, headroom=0.0, max_running_rows=4, chunk_tokens=chunk
+    )
+    session = Session(model, scheduler=limits)
+    both = {"do_sample": True, "seed": 1, "num_return_sequences": 2}
+    given = [request(14, 3, **neighbour), request(14, 16, priority=1, **both), request(5, 24)]
+    numbers = session.admit(*given)
+    found = ended(session)
+    assert session.report().preemptions > 0
+    assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in given]
+
+
 def test_a_request_can_be_cancelled_in_every_state(model):
     """Waiting, reading in chunks, running and preempted."""
     config = SchedulerConfig(num_blocks=12, block_size=2, chunk_tokens=2, headroom=0.0)

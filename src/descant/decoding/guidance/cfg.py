@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from descant.core.context import RowParams, row_params
+from descant.core.context import row_params
 from descant.core.interfaces import RowCache
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows, index_rows
@@ -63,7 +63,7 @@ class ClassifierFreeGuidance(ModelWrapper):
         fed_rows, fed_proposal = rows, Proposal(None, proposal.drafts, proposal.num_drafts)
         if len(guided):
             fed_rows = rows.replace(columns={}).cat(self._unconditional_rows(rows, guided, cache))
-            fed_rows = fed_rows.replace(columns={"params": _inner_params(params, len(guided))})
+            fed_rows = fed_rows.replace(columns={"params": params.extend(len(guided))})
             fed_proposal = fed_proposal.take(torch.cat((torch.arange(len(rows)), guided)))
         order = cache.inner_order(guided)
         if order is not None:
@@ -125,17 +125,3 @@ class ClassifierFreeGuidance(ModelWrapper):
             prompt_length=prompt_sizes,
             request=-1 - conditional.request,  # no request's: side inputs do not apply to unconditional rows
         )
-
-
-def _inner_params(params: RowParams, num_uncond: int) -> RowParams:
-    """The row parameters that inner wrappers read, disabled for the unconditional rows."""
-    early_layers = params.values.get("early_layers")
-    if not isinstance(early_layers, Tensor):
-        return RowParams({})
-    return RowParams(
-        {
-            "early_layers": torch.cat(
-                (early_layers, early_layers.new_full((num_uncond, early_layers.shape[1]), -1))
-            )
-        }
-    )

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 import descant
-from descant import ConfigError, GenerationConfig
+from descant import ConfigError, GenerationConfig, Request
 from descant.core.interfaces import ModelTraits
 from descant.decoding.guidance.dola import early_layers
+from descant.testing import outcomes, toy
+from tests.support.json_tokenizer import tokenizer
 from tests.support.tiny_models import Tiny, pad, prompts
 
 NEW = 8
@@ -183,6 +185,16 @@ def test_rows_of_different_layers(tiny, name):
             assert new == greedy(model, row, named(model, one))
         else:
             assert new == call(model, [row])[0][0]
+
+
+def test_a_guided_neighbour_hides_no_parameter():
+    """A grammar may permit none but tokens that the last layer finds implausible."""
+    config = GenerationConfig(max_new_tokens=8, dola_layers="high", grammar={"choice": ["abab", "name"]})
+    one = Request([70, 71, 72], config, tokenizer=tokenizer())
+    guided = Request([70], GenerationConfig(max_new_tokens=8, guidance_scale=2.0))
+    found = outcomes(toy(276), [one, guided])
+    assert found[0].error is None
+    assert found[0].tokens == outcomes(toy(276), [one])[0].tokens
 
 
 @pytest.mark.parametrize("beams", [1, 3])
