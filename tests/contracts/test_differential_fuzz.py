@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.fuzz.cases import case_of
+from tools.fuzz.dimensions import case_of
 from tools.fuzz.oracles import judge
 
 SLICE, WHOLE, PART = 12, 1012, 50

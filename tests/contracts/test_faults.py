@@ -6,6 +6,7 @@ model. Then each seam fails at chosen calls, once or from then on, by raising, b
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -291,3 +292,25 @@ def test_every_fault_in_a_small_pool_ends_only_its_own_requests(tiny, kind, meth
 def test_the_battery_has_2000_faults(tiny):
     counts = [len(faults_of(expectation(tiny, *case)[1])) for case in CASES]
     assert sum(counts) >= 2000
+
+
+def test_a_row_without_drafts_goes_on_beside_one_with_drafts_and_one_whose_forward_raises(tiny):
+    model = copy.deepcopy(tiny("llama").model)
+
+    def refuse(_, args):
+        if bool((args[0] == 90).any()):
+            raise RuntimeError("90")
+
+    def says_90(ids, scores):  # as its second token: the step after it has drafts
+        return scores.index_fill(1, torch.tensor([90]), 100.0) if ids.shape[1] == 3 else scores
+
+    model.get_input_embeddings().register_forward_pre_hook(refuse)
+    config = GenerationConfig(max_new_tokens=NEW)
+    drafted = config.replace(prompt_lookup_num_tokens=3, logit_bias={7: 100.0})
+    session = Session(model)
+    session.admit(
+        Request([5, 6], config, logits_processor=[says_90]),
+        Request([5, 9, 7, 5, 9], drafted),
+        Request([8, 3], config),
+    )
+    assert [event.request for event in session.drain() if isinstance(event, Failed)] == [0]

@@ -9,15 +9,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.reference.process.client import ReferenceClient
-from tools.fuzz.cases import Case, case_of
+from tools.fuzz.cases import Ask, Case
+from tools.fuzz.dimensions import case_of
 from tools.fuzz.explained import EXPLAINED
-from tools.fuzz.known import AVOIDED
 from tools.fuzz.oracles import Difference, judge
 from tools.fuzz.reduction import reduce_case
 
@@ -33,6 +34,7 @@ class Tally:
         self.compared: Counter[str] = Counter()
         self.kinds: Counter[str] = Counter()
         self.methods: Counter[str] = Counter()
+        self.dimensions: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.explained: Counter[str] = Counter()
         self.differences: list[Difference] = []
@@ -45,6 +47,7 @@ class Tally:
         self.compared.update(verdict.compared)
         self.kinds[case.subject_name] += 1
         self.methods.update(ask.method for ask in case.asks)
+        self.dimensions.update({name for one in (case, *case.asks) for name in _extras(one)})
         self.refused.update(f"{method}: {error}" for method, error in verdict.refused)
         self.explained.update(one.explained_by for one in verdict.differences if one.explained_by)
         found = [one for one in verdict.differences if one.explained_by is None]
@@ -53,7 +56,8 @@ class Tally:
 
     def document(self) -> dict[str, Any]:
         """It as JSON."""
-        counts = {name: dict(getattr(self, name).most_common()) for name in ("compared", "kinds", "methods")}
+        counted = ("compared", "kinds", "methods", "dimensions")
+        counts = {name: dict(getattr(self, name).most_common()) for name in counted}
         explained = {
             name: {"count": count, "oracle": EXPLAINED[name].oracle, "why": EXPLAINED[name].why}
             for name, count in self.explained.most_common()
@@ -64,7 +68,6 @@ class Tally:
             **counts,
             "refused": sum(self.refused.values()),
             "explained": explained,
-            "avoided": AVOIDED,
             "differences": [str(one) for one in self.differences],
         }
 
@@ -74,8 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    if options.all:
-        AVOIDED.clear()
     seeds = options.only or range(options.seed, options.seed + options.cases)
     client = ReferenceClient() if options.reference else None
     tally, began, last = Tally(), time.process_time(), time.monotonic()
@@ -113,20 +114,21 @@ def _reduced(case: Case, difference: Difference, client: ReferenceClient | None)
 
 def described(case: Case) -> str:
     """A case in words, a line for each request."""
-    store = {"" if ask.store is None else ask.store.name for ask in case.asks}
-    lines = [
-        f"case {case.seed}: {case.subject_name} on {store}, other {case.other.name}, "
-        f"prefix cache {case.prefix_cache}, trace {case.trace}, generate {case.through_generate}, "
-        f"actions { {step: [(one.kind, one.asks) for one in some] for step, some in case.actions.items()} }"
+    stores = {"" if ask.store is None else ask.store.name for ask in case.asks}
+    lines = [f"case {case.seed}: {case.subject_name} on {stores}, other {case.other.name}, {_extras(case)}"]
+    lines += [f"  step {step}: {one.kind} {one.asks}" for step, some in case.actions.items() for one in some]
+    lines += [
+        f"  {index} {ask.method}: {ask.prompt} {ask.fields} {_extras(ask)}"
+        for index, ask in enumerate(case.asks)
     ]
-    for index, ask in enumerate(case.asks):
-        more = {
-            name: getattr(ask, name)
-            for name in ("source", "negative", "processors", "criteria", "drafts", "fails_after")
-            if getattr(ask, name)
-        }
-        lines.append(f"  {index} {ask.method}: {ask.prompt} {ask.fields} {more or ''}")
     return "\n".join(lines)
+
+
+def _extras(one: Case | Ask) -> dict[str, Any]:
+    """What a case or a request has besides what each has."""
+    given = {each.name: getattr(one, each.name) for each in fields(one) if each.default is not MISSING}
+    usual = {each.name: each.default for each in fields(one)}
+    return {name: value for name, value in given.items() if value != usual[name] and name != "store"}
 
 
 def _write(tally: Tally, first: int, seconds: float, path: Path | None) -> None:
@@ -152,11 +154,10 @@ def _report(tally: Tally, first: int, seconds: float, options: argparse.Namespac
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description=__doc__)
-    parser.add_argument("--cases", type=int, default=5000, help="number of cases (default 5000)")
+    parser.add_argument("--cases", type=int, default=10000, help="number of cases (default 10000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case (default 0)")
     parser.add_argument("--only", type=int, nargs="+", metavar="SEED", help="these cases alone")
     parser.add_argument("--reference", action="store_true", help="compare with transformers 4.52.4, too")
-    parser.add_argument("--all", action="store_true", help="also make cases left out for known defects")
     parser.add_argument("--reduce", action="store_true", help="reduce each case that differs")
     parser.add_argument("--seconds", type=float, help="CPU seconds after which no case begins")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the results there as JSON")

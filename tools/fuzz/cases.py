@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import random
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from descant import GenerationConfig, Request
-from tools.fuzz.fields import (
-    METHODS,
-    Fields,
-    length_fields,
-    method_names,
-    processor_fields,
-    stop_fields,
-)
-from tools.fuzz.known import avoided
-from tools.fuzz.subjects import KINDS, Store, Subject, subject, tokenizer
+from descant import GenerationConfig, Recipe, Request
+from tools.fuzz.branching import Branching
+from tools.fuzz.fields import Fields
+from tools.fuzz.subjects import Store, Subject, adapted, subject, tokenizer
 
-__all__ = ["Action", "Ask", "Case", "case_of"]
+__all__ = ["Action", "Ask", "Case", "Enough", "Tilt"]
 
 _DRAFTER_FIELDS = (
     "prompt_lookup_num_tokens", "max_matching_ngram_size", "suffix_lookup_num_tokens", "suffix_lookup_shared",
     "assistant_early_exit", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
 )  # fmt: skip
-_TEXTUAL = ("stop_strings", "stop_regex", "banned_phrases", "token_healing")
+_TEXTUAL = ("stop_strings", "stop_regex", "banned_phrases", "token_healing", "grammar")
 
 
 class Tilt:
@@ -88,6 +81,10 @@ class Ask:
     drafts: bool = False  # with a draft model
     fails_after: int | None = None  # calls after which a processor leaves no token
     store: Store | None = None  # the cache that it names
+    adapter: str | None = None
+    priority: int = 0
+    prompt_logprobs: int | None = None
+    branches: int = 0  # sequences that a strategy of a third party forks it into; 0: it has a built-in one
 
     @property
     def is_drafted(self) -> bool:
@@ -113,6 +110,10 @@ class Ask:
         """The same on a cache; None: the default."""
         return replace(self, store=store)
 
+    def by_itself(self) -> Ask:
+        """The same without what only an engine or a batch knows."""
+        return replace(self, adapter=None, priority=0, prompt_logprobs=None)
+
     def config(self) -> GenerationConfig:
         """Its config."""
         return GenerationConfig(**self.fields, **(self.store.fields() if self.store else {}))
@@ -131,6 +132,10 @@ class Ask:
             stopping_criteria=self.criteria,
             tokenizer=tokenizer(on.vocab) if self.needs_text else None,
             assistant_model=on.draft if self.drafts else None,
+            recipe=Recipe.from_object(Branching)(most=self.branches) if self.branches else None,
+            prompt_logprobs=self.prompt_logprobs,
+            priority=self.priority,
+            adapter_name=self.adapter,
         )
 
 
@@ -154,11 +159,16 @@ class Case:
     prefix_cache: int = 0  # tokens of a block; 0: the session has none
     trace: bool = False
     through_generate: bool = False  # alone: by `generate` instead of a session
+    has_adapters: bool = False
+    scheduler: Mapping[str, Any] | None = None  # fields of its config; None: the session has none
+    spare_blocks: int | None = None  # of the pool, beside those of the largest request; None: it has no limit
+    change: str = ""  # of the weights, after a first run that fills the prefix cache
+    in_engine: bool = False  # the crowd: in an `AsyncEngine` instead of a session
 
-    @property
     def subject(self) -> Subject:
-        """Its model."""
-        return subject(self.subject_name)
+        """Its model; one of its own if its weights change."""
+        on = adapted(self.subject_name) if self.has_adapters else subject(self.subject_name)
+        return replace(on, model=copy.deepcopy(on.model)) if self.change else on
 
     @functools.cached_property
     def cancelled(self) -> frozenset[int]:
@@ -175,110 +185,3 @@ class Case:
     def last_step(self) -> int:
         """The last step with an action."""
         return max(self.actions, default=0)
-
-
-def case_of(seed: int) -> Case:
-    """The case of a seed."""
-    rng = random.Random(f"case {seed}")
-    name = rng.choices(list(KINDS), list(KINDS.values()))[0]
-    on = subject(name)
-    lossy = bool(on.lossy) and rng.random() < 0.25
-    store = rng.choice(on.lossy) if lossy else rng.choice((None, *on.exact))
-    others = [one for one in on.exact if store is None or one.name != store.name] or list(on.exact)
-    other = rng.choice(others)
-    rewinds = (store is None or store.rewinds) and other.rewinds
-    count = rng.choice((1, 2, 2, 2, 2, 3, 3, 4))
-    asks = []
-    for index in range(count):
-        ask = _ask(rng, on, rewinds, asks)
-        names_none = lossy and index > 0 and rng.random() < 0.3
-        asks.append(ask if names_none and not avoided("lossy neighbours") else ask.on(store))
-    return Case(
-        seed,
-        name,
-        tuple(asks),
-        other,
-        _actions(rng, on, asks),
-        prefix_cache=rng.choice((2, 4)) if _can_share(on, store) and rng.random() < 0.2 else 0,
-        trace=rng.random() < 0.1,
-        through_generate=rng.random() < 0.3,
-    )
-
-
-def _can_share(on: Subject, store: Store | None) -> bool:
-    """Whether prompts may be kept for later requests."""
-    return on.cache_type == "kv" and not on.encodes and (store is None or store.rewinds)
-
-
-def _ask(rng: random.Random, on: Subject, rewinds: bool, earlier: Sequence[Ask]) -> Ask:
-    names = method_names(on, rewinds)
-    method = rng.choices(list(names), list(names.values()))[0]
-    fields = METHODS[method][1](rng, on)
-    text = _text(rng, on, earlier)
-    prompt, source = (text, ()) if not on.encodes else (_begin(rng, on), text)
-    fields |= length_fields(rng, len(prompt))
-    fields |= stop_fields(rng, on)
-    fields |= processor_fields(rng, on, method, fields)
-    if rng.random() < 0.25:
-        fields["logprobs"] = rng.randint(0, 3)
-    chunks = on.cache_type == "kv" and not on.encodes and "penalty_alpha" not in fields
-    if rng.random() < 0.1 and chunks:
-        fields["prefill_chunk_size"] = rng.randint(1, 5)
-    guided = "guidance" in method and rng.random() < 0.5
-    return Ask(
-        method,
-        prompt,
-        fields,
-        source,
-        negative=tuple(rng.choices(on.tokens, k=rng.randint(1, 9))) if guided else (),
-        processors=(Tilt(rng.randrange(5)),) if rng.random() < 0.1 else (),
-        criteria=(Enough(rng.choice((3, 7, 11))),) if rng.random() < 0.1 else (),
-        drafts="draft model" in method,
-        fails_after=rng.randint(0, 5) if rng.random() < 0.04 else None,
-    )
-
-
-def _begin(rng: random.Random, on: Subject) -> tuple[int, ...]:
-    """What a decoder begins with, behind its start token."""
-    assert on.start is not None
-    more = rng.choices(on.tokens, k=rng.randint(1, 4)) if rng.random() < 0.25 else ()
-    return (on.start, *more)
-
-
-def _text(rng: random.Random, on: Subject, earlier: Sequence[Ask]) -> tuple[int, ...]:
-    """A prompt: of few words or many, and sometimes one that begins as an earlier one."""
-    length = rng.choice((1, 2, 3, 5, 7, 9, 12, 16))
-    words = rng.sample(on.tokens, rng.choice((3, 6, 20)))
-    text = tuple(rng.choices(words, k=length))
-    if earlier and rng.random() < 0.3:
-        known = rng.choice(earlier)
-        text = ((known.source or known.prompt)[: rng.randint(1, 12)] + text)[:20]
-    return text
-
-
-def _actions(rng: random.Random, on: Subject, asks: Sequence[Ask]) -> dict[int, tuple[Action, ...]]:
-    """When requests are admitted, cancelled and looked at, and when wrong ones are tried."""
-    latest = rng.choice((0, 0, 2, 5))
-    actions: dict[int, list[Action]] = {}
-    for index in rng.sample(range(len(asks)), len(asks)):
-        step = rng.randint(0, latest)
-        before = actions.setdefault(step, [])
-        if before and before[-1].kind == "admit" and rng.random() < 0.5:
-            before[-1] = Action("admit", (*before[-1].asks, index))
-        else:
-            before.append(Action("admit", (index,)))
-        if rng.random() < 0.2 and len(asks) > 1:
-            later = step + rng.choice((0, 1, 1, 2, 5))
-            if avoided("cancel before the first step") and on.encodes and later == step:
-                later += 1
-            actions.setdefault(later, []).append(Action("cancel", (index,)))
-        if rng.random() < 0.1:
-            actions.setdefault(step + rng.randint(1, 4), []).append(Action("peek", (index,)))
-    if rng.random() < 0.15:
-        step = rng.randint(0, latest)
-        if not (avoided("refused encoder requests") and on.encodes):
-            actions.setdefault(step, []).append(Action("refuse"))
-    if avoided("cancel before the first step") and on.encodes:
-        for some in actions.values():  # what was admitted for this step has not had one
-            some.sort(key=lambda action: action.kind == "admit")
-    return {step: tuple(some) for step, some in actions.items()}

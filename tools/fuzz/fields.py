@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from descant import AllowedSequences, DisjunctiveConstraint, PhrasalConstraint
 from tools.fuzz.subjects import Subject
 
-__all__ = ["METHODS", "Fields", "length_fields", "method_names", "processor_fields", "stop_fields"]
+__all__ = [
+    "METHODS",
+    "NEIGHBOURS",
+    "Fields",
+    "Methods",
+    "length_fields",
+    "method_names",
+    "processor_fields",
+    "stop_fields",
+]
 
 Fields = dict[str, Any]
 Maker = Callable[[random.Random, Subject], Fields]
+Methods = Mapping[str, tuple[int, Maker]]  # by name: how often, and the fields
 
 
 def _some(rng: random.Random, subject: Subject, count: int) -> list[int]:
@@ -118,6 +128,16 @@ def _banned(rng: random.Random, _: Subject) -> Fields:
     return {"banned_phrases": ["".join(rng.choices(letters, k=rng.randint(1, 2))) for _ in range(12)]}
 
 
+def _grammar(rng: random.Random, _: Subject) -> Fields:
+    grammars: Sequence[Fields] = (
+        {"regex": "[d-m]{2,6}"},
+        {"regex": "(ab|ef|xy)+z"},
+        {"choice": ["defab", "deab", "zz"]},
+        {"regex": "n[0-9]*k{3}", "drafts": False},
+    )
+    return {"grammar": rng.choice(grammars)}
+
+
 def _healed(*_: Any) -> Fields:
     return {"token_healing": True}
 
@@ -133,8 +153,7 @@ def _plain(*_: Any) -> Fields:
 
 _HOT: Maker = lambda rng, _: {"do_sample": True, "seed": rng.randrange(2**31), "temperature": 5.0}  # noqa: E731
 
-# By name: how often, and the fields.
-METHODS: dict[str, tuple[int, Maker]] = {
+METHODS: Methods = {
     "greedy": (5, _plain),
     "sampling": (5, _fanned),
     "beams": (6, _beams),
@@ -166,11 +185,24 @@ METHODS: dict[str, tuple[int, Maker]] = {
     "token healing": (1, _healed),
     "token healing beams": (1, _joined(_beams, _healed)),
 }
+# What may be in the way of others, and of which others may be in the way.
+NEIGHBOURS: Methods = {
+    "grammar": (2, _grammar),
+    "grammar sampling": (1, _joined(_fanned, _grammar)),
+    "grammar beams": (1, _joined(_beams, _grammar)),
+    "grammar prompt lookup": (1, _joined(_lookup, _grammar)),
+    "grammar dola": (2, _joined(_dola, _grammar)),
+    "grammar dola beams": (1, _joined(_beams, _dola, _grammar)),
+    "grammar guidance": (2, _joined(_guided, _grammar)),
+    "dola": (1, _dola),
+    "guidance": (2, _guided),
+    "guidance sampling": (1, _joined(_fanned, _guided)),
+}
 _DRAFTS = ("prompt lookup", "suffix lookup", "draft model", "early exit")
 
 
-def method_names(subject: Subject, rewinds: bool) -> dict[str, int]:
-    """The methods that a model has, each with its weight; `rewinds`: the cache can be cut to any length."""
+def method_names(subject: Subject, rewinds: bool, methods: Methods = METHODS) -> dict[str, int]:
+    """Methods that a model has, each with its weight; `rewinds`: the cache can be cut to any length."""
     missing: tuple[str, ...] = () if rewinds else ("banned phrases",)
     if subject.cache_type == "recurrent":
         missing += (*_DRAFTS, "banned phrases")
@@ -179,7 +211,7 @@ def method_names(subject: Subject, rewinds: bool) -> dict[str, int]:
     if subject.encodes:
         missing += ("dola", "guidance", "early exit", "token healing")
     return {
-        name: weight for name, (weight, _) in METHODS.items() if not any(word in name for word in missing)
+        name: weight for name, (weight, _) in methods.items() if not any(word in name for word in missing)
     }
 
 

@@ -43,7 +43,7 @@ _NEUTRAL = frozenset(
 
 def has(on: Subject, ask: Ask) -> bool:
     """Whether it decodes a request in the same way."""
-    if not set(ask.fields) <= _SHARED | _NEUTRAL:
+    if ask.branches or not set(ask.fields) <= _SHARED | _NEUTRAL:
         return False
     guided = "guidance_scale" in ask.fields
     # Its unguided cache stays in the beams' old order, and it has no cache for other kinds of memory.

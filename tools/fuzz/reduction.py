@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from typing import Any
 
 from tools.fuzz.cases import Case
 
@@ -34,20 +35,21 @@ def _smaller(case: Case) -> Iterator[Case]:
         merged = tuple(one for step in sorted(case.actions) for one in case.actions[step])
         if all(one.kind == "admit" for one in merged):
             yield replace(case, actions={0: merged})
-    if case.prefix_cache:
-        yield replace(case, prefix_cache=0)
-    if case.trace:
-        yield replace(case, trace=False)
+    yield from _without_extras(case)
     for index, ask in enumerate(case.asks):
         variants = [replace(ask, fields=_dropped(ask.fields, name)) for name in ask.fields]
-        variants += [replace(ask, processors=())] if ask.processors else []
-        variants += [replace(ask, criteria=())] if ask.criteria else []
-        variants += [replace(ask, negative=())] if ask.negative else []
-        variants += [ask.without_drafter()] if ask.is_drafted else []
+        variants += [*_without_extras(ask), *([ask.without_drafter()] if ask.is_drafted else [])]
         if len(ask.prompt) > 1:
             variants += [replace(ask, prompt=ask.prompt[:-1]), replace(ask, prompt=ask.prompt[:1])]
         for one in variants:
             yield replace(case, asks=(*case.asks[:index], one, *case.asks[index + 1 :]))
+
+
+def _without_extras(one: Any) -> Iterator[Any]:
+    """A case or a request, without one of the things that it need not have."""
+    for each in fields(one):
+        if each.default is not MISSING and getattr(one, each.name) != each.default and each.name != "source":
+            yield replace(one, **{each.name: each.default})
 
 
 def _dropped(fields: dict[str, object], name: str) -> dict[str, object]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from math import isclose
 from typing import Any
 
@@ -12,20 +13,36 @@ from torch import Tensor
 
 import descant
 from descant import (
+    AsyncEngine,
     DescantError,
     Failed,
     Finished,
     Hypothesis,
+    Logprobs,
     PrefixCache,
+    Recipe,
     Request,
     RowError,
+    SchedulerConfig,
     Session,
     Tokens,
 )
+from tools.fuzz.branching import Branching
 from tools.fuzz.cases import Action, Ask, Case
+from tools.fuzz.changes import CHANGES, OF_ADAPTERS
 from tools.fuzz.subjects import Subject, tokenizer
 
-__all__ = ["TOLERANCE", "Result", "alone", "compare", "crowd", "generated", "together"]
+__all__ = [
+    "Result",
+    "active_adapter",
+    "alone",
+    "compare",
+    "crowd",
+    "generated",
+    "is_close",
+    "prompt_logprobs",
+    "together",
+]
 
 TOLERANCE = 1e-4
 _MAX_STEPS = 400  # far more than any case takes
@@ -41,6 +58,7 @@ class Result:
     is_cancelled: bool = False
     streamed: dict[int, list[int]] = field(default_factory=dict)  # by slot
     peeked: list[list[int]] = field(default_factory=list)  # common prefixes while it ran
+    prompt_logprobs: Logprobs | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -128,16 +146,93 @@ class _Driver:
             self.results[self.index[event.request]].error = event.error
 
 
-def crowd(case: Case) -> list[Result]:
+def crowd(case: Case, on: Subject) -> list[Result]:
     """The case as its schedule says; raises for what no single request is to blame for."""
     shared = PrefixCache(block=case.prefix_cache) if case.prefix_cache else None
-    session = Session(case.subject.model, prefix_cache=shared, trace=case.trace or None)
-    results = _Driver(session, case.subject, case.asks).run(case.actions)
+    given: dict[str, Any] = {"prefix_cache": shared, "scheduler": _scheduler(case, on)}
+    run = _in_engine if case.in_engine else _in_session
+    if case.change:
+        run(case, on, given)
+        {**CHANGES, **OF_ADAPTERS}[case.change](on.model)
+    results = run(case, on, given)
     for index, result in enumerate(results):
         _check_peeks(index, result)
         if case.asks[index].fails_after is not None and result.error is not None and not result.is_refused:
             assert isinstance(result.error, RowError), f"request {index} failed with {result.error!r}"
+        if case.asks[index].branches and result.streamed and result.hypotheses:
+            made = f"{len(result.streamed)} sequences were made, {len(result.hypotheses)} returned"
+            assert len(result.streamed) == len(result.hypotheses), f"request {index}: {made}"
     return results
+
+
+def _in_session(case: Case, on: Subject, given: Mapping[str, Any]) -> list[Result]:
+    """The results in a session."""
+    session = Session(on.model, trace=case.trace or None, **given)
+    return _Driver(session, on, case.asks).run(case.actions)
+
+
+def _in_engine(case: Case, on: Subject, given: Mapping[str, Any]) -> list[Result]:
+    """The results in an engine that is given all requests at once."""
+    results = [Result() for _ in case.asks]
+    with AsyncEngine(on.model, **given) as engine:
+        handles = []
+        for ask, result in zip(case.asks, results, strict=True):
+            try:
+                handles.append((result, engine.submit(ask.request(on))))
+            except DescantError as error:
+                result.error, result.is_refused = error, True
+        for result, handle in handles:
+            try:
+                ended = handle.result()
+            except DescantError as error:
+                result.error = error
+            else:
+                result.hypotheses, result.prompt_logprobs = ended.hypotheses, ended.prompt_logprobs
+    return results
+
+
+def _scheduler(case: Case, on: Subject) -> SchedulerConfig | None:
+    """The scheduler's config; its pool has room for the largest request."""
+    if case.scheduler is None:
+        return None
+    config = SchedulerConfig(**case.scheduler)
+    if case.spare_blocks is None:
+        return config
+    session = Session(on.model, scheduler=replace(config, num_blocks=10**6))
+    needed = [1]
+    for ask in case.asks:
+        try:
+            needed.append(session.demand(replace(ask, prompt_logprobs=None).request(on)).max_blocks(config))
+        except DescantError:
+            continue  # it is refused
+    return replace(config, num_blocks=max(needed) + case.spare_blocks)
+
+
+@contextmanager
+def active_adapter(model: Any, name: str | None) -> Iterator[None]:
+    """A block in which an adapter is the active one; None: the model as it is."""
+    if name is None:
+        yield
+        return
+    before = model.active_adapters()
+    if name == "__base__":
+        model.disable_adapters()
+    else:
+        model.set_adapter(name)
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+        model.set_adapter(before)
+
+
+@torch.no_grad()
+def prompt_logprobs(on: Subject, ask: Ask) -> Tensor:
+    """The log-probability of each prompt token after the first, by the model itself."""
+    prompt = torch.tensor(ask.prompt)
+    logits = on.model(prompt[None]).logits[0, :-1]
+    found: Tensor = logits.log_softmax(-1).gather(1, prompt[1:, None])[:, 0]
+    return found
 
 
 def _check_peeks(index: int, result: Result) -> None:
@@ -174,6 +269,8 @@ def generated(on: Subject, ask: Ask) -> Result:
         given["tokenizer"] = tokenizer(on.vocab)
     if ask.drafts:
         given["assistant_model"] = on.draft
+    if ask.branches:
+        given["recipe"] = Recipe.from_object(Branching)(most=ask.branches)
     try:
         config = ask.config().replace(return_dict_in_generate=True)
         if config.num_beams > 1:
@@ -224,7 +321,7 @@ def _compare_sequences(expected: Hypothesis, found: Hypothesis, fills: Collectio
             return "one has log-probabilities"
         if found.logprobs is not None and expected.logprobs is not None:
             for name in ("raw", "processed", "top_raw", "top_processed"):
-                if not _close(getattr(found.logprobs, name), getattr(expected.logprobs, name)):
+                if not is_close(getattr(found.logprobs, name), getattr(expected.logprobs, name)):
                     return (
                         f"logprobs.{name} {getattr(found.logprobs, name).tolist()}, "
                         f"expected {getattr(expected.logprobs, name).tolist()}"
@@ -240,7 +337,8 @@ def _compare_sequences(expected: Hypothesis, found: Hypothesis, fills: Collectio
     return None
 
 
-def _close(one: Tensor, two: Tensor) -> bool:
+def is_close(one: Tensor, two: Tensor) -> bool:
+    """Whether two tensors differ by rounding alone."""
     if one.shape != two.shape:
         return False
     same = (one == two) | ((one - two).abs() <= TOLERANCE * (1 + two.abs())) | (one.isnan() & two.isnan())

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 
 from tests.support import tiny_models
 from tools.sweep.kinds import representative
 from tools.sweep.small import FIRST, PAD, VOCABULARY
 from tools.sweep.trial import subject_of
 
-__all__ = ["KINDS", "Store", "Subject", "subject", "tokenizer"]
+__all__ = ["ADAPTED", "KINDS", "Store", "Subject", "adapted", "subject", "tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,15 @@ KINDS: dict[str, int] = {
     "bloom": 1, "gemma3": 2, "mixtral": 1, "deepseek": 1, "mamba": 2, "jamba": 1, "qwen3next": 1, "gpt1": 1,
 }  # fmt: skip
 
+# Kinds that have adapters, too. The others have experts or a mixer, whose LoRA does not go row by row.
+ADAPTED = ("llama", "gpt2", "gpt-neox", "mistral", "gemma", "t5", "bart", "bloom", "gemma3")
+
 _ANY = (
     Store("dynamic"),
     Store("paged"),
-    Store("static", {"max_cache_len": 80}),
+    Store("static", {"max_cache_len": 128}),
     Store("offloaded"),
-    Store("offloaded_static", {"max_cache_len": 80}),
+    Store("offloaded_static", {"max_cache_len": 128}),
 )
 _WINDOWED = (Store("hybrid", rewinds=False),)
 _SLIDING = (*_WINDOWED, Store("sliding_window", rewinds=False))
@@ -160,6 +164,18 @@ def _swept(name: str) -> Subject:
     draft = None if cache_type == "recurrent" else _near(model)
     caches = _EXACT.get(name, _ANY), _LOSSY.get(name, ())
     return Subject(name, model, draft, VOCABULARY, 2, PAD, FIRST, None, cache_type, *caches)
+
+
+@functools.cache
+def adapted(name: str) -> Subject:
+    """The model of a kind with the LoRA adapters A, which is active, and B."""
+    on = subject(name)
+    model = copy.deepcopy(on.model)
+    torch.manual_seed(23)
+    for adapter in "BA":  # the last one is active
+        lora = LoraConfig(r=2, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        model.add_adapter(lora, adapter_name=adapter)
+    return replace(on, model=model.double().eval(), folder=None)
 
 
 @functools.cache

@@ -113,6 +113,15 @@ class RunningRequests:
         self._groups: tuple[object, list[StrategyGroup]] | None = None  # of the table with that version
 
     # -------------------------------------------------------------------- requests come and go
+    def check(self, resolved: Sequence[ResolvedRequest]) -> None:
+        """Raise for a request that `prepare` refuses; nothing is kept of any."""
+        num_strategies = len(self.strategy_order)
+        try:
+            for one in resolved:
+                self.prepare(one)
+        finally:
+            self.keep_strategies(num_strategies)
+
     def prepare(self, resolved: ResolvedRequest) -> PreparedRequest:
         """Check a request and build its strategy, processors and stop conditions, without registering it."""
         request, plan = resolved.request, resolved.plan

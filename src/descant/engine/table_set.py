@@ -46,6 +46,11 @@ class Placement:
     resolved: tuple[ResolvedRequest, ...]
 
     def check(self) -> None:
+        """Raise for a request that could not join the table later."""
+        self.check_cache()
+        self.table.running.check(self.resolved)
+
+    def check_cache(self) -> None:
         """Raise for a request that cannot run on the cache."""
         max_slots = max(one.max_slots for one in self.resolved)
         for one in self.resolved:
@@ -118,7 +123,7 @@ class TableSet:
         self._check_drafters(placements)
         num_others = 0  # positions that earlier placements may still add
         for placement in placements:
-            placement.check()
+            placement.check_cache()
             new = [
                 (one.plan, len(one.prompt), one.prompt_params.max_length, one.offset)
                 for one in placement.resolved

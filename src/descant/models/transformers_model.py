@@ -181,6 +181,8 @@ class TransformersModel:
         run = self._run_custom_inputs if self.traits.prepares_own_inputs else self._run_batch
         if len(batches) == 1:
             logits, states = run(rows, proposal, cache, batches[0])
+            if logits.shape[1] == 1:  # no row has a draft, even where others of its table have some
+                logits = logits.expand(-1, proposal.width + 1, -1)
             return ForwardOutput(logits, [states] if self._output_states else ())
         all_logits: Tensor | None = None
         all_states = []

@@ -17,6 +17,7 @@ from descant import (
     MirostatLogitsWarper,
     Request,
     RowError,
+    SchedulerConfig,
     Session,
     Tokens,
 )
@@ -314,14 +315,20 @@ def only(scores, token):
     return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token]), 0.0)
 
 
-def test_two_processors_may_not_keep_the_same_state(model):
+@pytest.mark.parametrize("scheduler", [None, SchedulerConfig()])
+def test_two_processors_may_not_keep_the_same_state(model, scheduler):
     asked = config(do_sample=True, seed=1, mirostat_tau=2.0)
     with pytest.raises(InputError, match=r"`logits_processor` must not hold a second .* `mirostat_mu`"):
-        Session(model).admit(Request([1], asked, logits_processor=[MirostatLogitsWarper(3.0)]))
+        Session(model, scheduler=scheduler).admit(
+            Request([1], asked, logits_processor=[MirostatLogitsWarper(3.0)])
+        )
 
 
-def test_who_is_refused_has_not_moved_torchs_generator(model):
-    before = torch.get_rng_state()
+@pytest.mark.parametrize("scheduler", [None, SchedulerConfig()])
+def test_who_is_refused_has_not_moved_torchs_generator(model, scheduler):
+    before, session = torch.get_rng_state(), Session(model, scheduler=scheduler)
+    refused = Request([1], config(do_sample=True, stop_strings="a", xtc_probability=0.5))
     with pytest.raises(InputError, match="`tokenizer` must be given with `stop_strings`"):
-        Session(model).admit(Request([1], config(do_sample=True, stop_strings="a", xtc_probability=0.5)))
+        session.admit(refused)
+    assert isinstance(session.supports(refused), InputError)
     assert torch.equal(before, torch.get_rng_state())

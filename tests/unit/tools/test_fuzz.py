@@ -9,7 +9,8 @@ import torch
 
 from descant import Hypothesis, Logprobs
 from tools.fuzz import runs
-from tools.fuzz.cases import Ask, Case, case_of
+from tools.fuzz.cases import Ask, Case
+from tools.fuzz.dimensions import case_of
 from tools.fuzz.explained import explanation
 from tools.fuzz.oracles import judge
 from tools.fuzz.reduction import reduce_case
