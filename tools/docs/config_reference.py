@@ -20,8 +20,8 @@ HEAD = """\
 
 Every parameter of `descant.GenerationConfig`. The same names are keyword arguments of `descant.generate()`.
 Setting an attribute and `update` check the values and change a config in place, `replace` returns a changed
-copy. A value comes from the call, else from the `generation_config` argument, else from the model's own config,
-else from the defaults below.
+copy. A value comes from the call, else from the `generation_config` argument, else from the model's own
+config, else from the defaults below.
 """
 
 

@@ -36,7 +36,7 @@ def latent_output(model: Any, prepared: LoopInputs, sequences: Sequence[LatentSe
         sequences=torch.cat((ids, frames), 1),  # type: ignore[arg-type]
         scores=logits if config.output_scores else None,  # type: ignore[arg-type]
         logits=logits if config.output_logits else None,  # type: ignore[arg-type]
-        audio_latents=torch.nn.utils.rnn.pad_sequence(latents, batch_first=True),  # type: ignore[arg-type]
+        audio_latents=torch.nn.utils.rnn.pad_sequence(latents, batch_first=True),
         audio_latents_mask=mask,  # type: ignore[arg-type]
     )
 
