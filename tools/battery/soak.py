@@ -10,25 +10,38 @@ from tests.support.http_client import stream
 from tools.battery.byte_fuzz import rss
 from tools.battery.client import COMPLETIONS, Client
 from tools.battery.outcome import Outcome, Size
-from tools.battery.subject import MODEL, completion, running_server
+from tools.battery.subject import MODEL, NUM_TOKENS, completion, running_server
 
 __all__ = ["FULL", "SMALL", "run"]
 
 FULL, SMALL = Size(100_000), Size(600)  # requests
 NUM_CLIENTS = 8
+MEASURED = 20_000  # requests from which on the slope counts
 MAX_SLOPE = 1.0  # MB for 10,000 requests
 MAX_SMALL_GROWTH = 24.0  # MB; a short run is all warm-up
 CHAT = "/v1/chat/completions"
-# Few different prompts and grammars: each thread of the tokenizer remembers 10,000 words, and this one takes
-# a whole prompt for a word; grammars are cached up to 128 MB.
-NUM_PROMPTS = 500
-WORDS = tuple(first + second for first in "abcdefgh" for second in ("ab", "cde", "fg", "h"))
+# Few different grammars: they are cached up to 128 MB.
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+NUM_FILLS = 160  # requests that fill the caches of words
+WORDS_OF_A_FILL = 250
+
+
+def _word(rng: random.Random, size: int) -> str:
+    return "".join(rng.choices(LETTERS, k=size))
+
+
+def _fill(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    """A text of many long words.
+
+    Each thread of the tokenizers library remembers 10,000 words, and this tokenizer takes all between two
+    special tokens for a word: with small requests alone it would take very many to fill them.
+    """
+    return "/tokenize", {"prompt": "</s>".join(_word(rng, 250) for _ in range(WORDS_OF_A_FILL))}
 
 
 def _request(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    """A small request of some kind."""
-    words = random.Random(rng.randrange(NUM_PROMPTS))
-    prompt = " ".join(words.choices(WORDS, k=words.randint(1, 8)))
+    """A small request of some kind, whose prompt is random."""
+    prompt = " ".join(_word(rng, rng.randint(2, 9)) for _ in range(rng.randint(1, 40)))
     seed, short = rng.randrange(2**31), rng.randint(1, 4)
     base = completion(prompt, max_tokens=short, seed=seed)
     chat = {
@@ -43,8 +56,11 @@ def _request(rng: random.Random) -> tuple[str, dict[str, Any]]:
         (COMPLETIONS, {**base, "n": 2, "stream": True}),
         (COMPLETIONS, {**base, "num_beams": 2, "do_sample": False}),
         (COMPLETIONS, {**base, "grammar": {"regex": "[a-z]{2}" + "x" * rng.randrange(10)}}),
+        (COMPLETIONS, {**base, "prompt": rng.choices(range(3, NUM_TOKENS), k=rng.randint(1, 250))}),
+        (COMPLETIONS, {**base, "trace": True}),
+        (CHAT, {**chat, "num_beams": 2, "trace": True}),
         (COMPLETIONS, {**base, "top_k": -5}),
-        (COMPLETIONS, {**base, "suppress_tokens": list(range(276))}),
+        (COMPLETIONS, {**base, "suppress_tokens": list(range(NUM_TOKENS))}),
         (CHAT, chat),
         (CHAT, {**chat, "stream": True}),
         ("/v1/responses", {"model": MODEL, "input": prompt, "max_output_tokens": short, "seed": seed}),
@@ -59,7 +75,8 @@ def run(size: Size) -> Outcome:
     outcome = Outcome()
     points: list[tuple[int, float]] = []
     # A pool of a size that is soon full, so that what is cached does not count as growth.
-    with running_server("--kv-memory", "0.001") as server, ThreadPoolExecutor(NUM_CLIENTS) as pool:
+    options = ("--kv-memory", "0.001", "--traces", "8")
+    with running_server(*options) as server, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         pid = server.process.pid
 
         def work(seed: int, count: int) -> int:
@@ -75,6 +92,15 @@ def run(size: Size) -> Outcome:
             client.close()
             return wrong
 
+        fills = NUM_FILLS if size.count >= MEASURED else 0
+
+        def fill(seed: int) -> None:
+            rng, client = random.Random(-seed), Client(server.port)
+            for _ in range(fills // NUM_CLIENTS):
+                outcome.check(client.send("POST", *_fill(rng)).status == 200, "a text was not encoded")
+            client.close()
+
+        list(pool.map(fill, range(1, NUM_CLIENTS + 1)))
         step = max(1, size.count // 50 // NUM_CLIENTS)
         done = wrong = 0
         while done < size.count:
@@ -93,7 +119,7 @@ def run(size: Size) -> Outcome:
         "mb_end": points[-1][1],
         "mb_per_10000": slope,
     }
-    if size.count >= 20_000:
+    if size.count >= MEASURED:
         outcome.check(slope < MAX_SLOPE, f"{slope:.2f} MB for 10,000 requests: {points}")
     outcome.check(growth < MAX_SMALL_GROWTH, f"grown by {growth:.1f} MB in the second half: {points}")
     return outcome

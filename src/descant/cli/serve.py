@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import signal
@@ -20,6 +21,7 @@ from descant.errors import InputError, MissingExtra
 __all__ = ["ServeCommand"]
 
 LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]", "::1")
+LOG_FORMATS: Final = ("auto", "json", "text")
 GIB: Final = 2**30
 
 
@@ -108,6 +110,10 @@ class ServeCommand(DecodingCommand):
     log_prompts: Annotated[
         bool, typer.Option("--log-prompts", metavar="", help="Write prompts to the log.")
     ] = False
+    log_format: Annotated[
+        str,
+        typer.Option(metavar="NAME", help='"json", "text", or "auto": text in a terminal, else JSON.'),
+    ] = "auto"
     otlp_endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="A collector of OpenTelemetry: a span of each request.")
     ] = None
@@ -123,7 +129,8 @@ class ServeCommand(DecodingCommand):
         # While the model loads there is nothing to finish.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         server = self._build()
-        server.run()
+        with contextlib.suppress(KeyboardInterrupt):  # one more signal while it ends
+            server.run()
         if not server.started:
             return 1
         # All has ended by now. PyTorch asserts at times, and aborts, when the interpreter clears its tensors.
@@ -145,6 +152,8 @@ class ServeCommand(DecodingCommand):
             if (error.name or "").startswith("descant"):
                 raise
             raise MissingExtra("serve", "the server") from error
+        if self.log_format not in LOG_FORMATS:
+            raise InputError("log_format", f"must be one of {', '.join(LOG_FORMATS)}", self.log_format)
         keys = KeyRing.load(self.api_keys, KeyLimits(**self._own_values(KeyLimits)))
         self._check_host(bool(keys))
         if self.otlp_endpoint is not None:
@@ -167,7 +176,8 @@ class ServeCommand(DecodingCommand):
             allowed_hosts=self._allowed_hosts(bool(keys)),
             **self._own_values(ServerSettings),
         )
-        log = AccessLog()
+        is_text = self.log_format == "text" or (self.log_format == "auto" and sys.stderr.isatty())
+        log = AccessLog(is_json=not is_text)
         with terminal.console().status("loading"):
             application = load_application(self.model, settings, options, chat_template=template, log=log)
         address = ListenAddress(**self._own_values(ListenAddress))

@@ -1,4 +1,4 @@
-"""The log of a server: one JSON line for each request, without prompts and keys."""
+"""The log of a server: one line for each request, without prompts and keys."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _QUIET_PATHS: Final = frozenset({"/health", "/ready", "/metrics"})
 
 
 class AccessLog:
-    """Writes the log to a text stream."""
+    """Writes the log to a text stream: as JSON, or for people."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, *, is_json: bool = True) -> None:
         self._stream = sys.stderr if stream is None else stream
+        self._format = json.dumps if is_json else _text_line
 
     def event(self, name: str, **values: Any) -> None:
         """Write an event of the server itself."""
@@ -56,6 +57,27 @@ class AccessLog:
         self._write(entry)
 
     def _write(self, entry: dict[str, Any]) -> None:
-        line = json.dumps({"time": round(time.time(), 3), **entry})
-        self._stream.write(line + "\n")
+        self._stream.write(self._format({"time": round(time.time(), 3), **entry}) + "\n")
         self._stream.flush()
+
+
+def _text_line(entry: dict[str, Any]) -> str:
+    """An entry for people; a text with spaces is written as JSON, so that it cannot look like other lines."""
+    rest = dict(entry)
+    clock, event = time.strftime("%H:%M:%S", time.localtime(rest.pop("time"))), rest.pop("event")
+    if event == "ready":
+        lines = [f"Serving {_shown(rest['model'])}"]
+        for url in rest["urls"]:
+            lines += [f"  API:  {url}/v1", *([f"  Page: {url}/"] if rest["page"] else [])]
+        return "\n".join([*lines, "Ctrl-C ends it after the requests that run, a second one at once."])
+    words = [clock, event]
+    if event == "request":
+        del rest["id"]
+        words = [clock, *(str(rest.pop(name)) for name in ("method", "path", "status"))]
+        words.append(f"{rest.pop('seconds'):.2f}s")
+    return " ".join([*words, *(f"{name}={_shown(one)}" for name, one in rest.items() if one is not None)])
+
+
+def _shown(value: Any) -> str:
+    is_plain = isinstance(value, str) and value.isprintable() and " " not in value
+    return value if is_plain else json.dumps(value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from typing import Any, Final
 
 from descant.errors import (
@@ -18,7 +20,7 @@ from descant.errors import (
     UnsupportedModel,
 )
 
-__all__ = ["ApiError", "api_error"]
+__all__ = ["ApiError", "api_error", "in_words_of"]
 
 _TYPES: Final = {
     400: "invalid_request_error",
@@ -30,6 +32,11 @@ _TYPES: Final = {
     415: "invalid_request_error",
     429: "rate_limit_error",
 }
+# Of errors that the engine may have raised, which names fields as `GenerationConfig` does.
+_FIELD_CODES: Final = (
+    *("invalid_value", "context_length_exceeded", "generation_failed", "unsupported"),
+    "unsupported_parameter",
+)
 MAX_MESSAGE_CHARS: Final = 2000
 MAX_PARAM_CHARS: Final = 200  # a name of the body may be as long as the body
 
@@ -81,6 +88,8 @@ def api_error(error: Exception) -> ApiError:
     """The response to an error of the library; whatever it does not know is an internal error."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, RowError) and isinstance(error.__cause__, EngineClosed):
+        error = error.__cause__  # of requests that ran when it was closed
     if isinstance(error, EngineFull):
         return ApiError(429, "the queue is full: try again later", code="queue_full", retry_after=1.0)
     if isinstance(error, EngineClosed):
@@ -100,6 +109,22 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), code="unsupported")
     # What went wrong inside is logged, and not told to the client.
     return ApiError(500, "the server failed to answer this request", code="internal_error")
+
+
+def in_words_of(error: ApiError, field_names: Mapping[str, str]) -> ApiError:
+    """An error that names the fields as its request does; `field_names` has those that differ."""
+
+    def own(match: re.Match[str]) -> str:
+        return f"`{field_names.get(match[1], match[1])}`"
+
+    if error.code not in _FIELD_CODES:
+        return error
+    message = re.sub(r"`(\w+)`", own, error.message)
+    for name, other in field_names.items():
+        if "_" in name:  # else it may be a word of the sentence
+            message = re.sub(rf"(?<![\w`]){name}(?![\w`])", other, message)
+    param = None if error.param is None else field_names.get(error.param, error.param)
+    return ApiError(error.status, message, param=param, code=error.code)
 
 
 def _is_caused_by_request(error: RowError) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from descant.serve.api_errors import ApiError
-from descant.serve.template_process import TemplateError, TemplateProcesses
+from descant.serve.template_process import TemplateError, TemplateProcesses, UnreadVariable
 
 __all__ = ["ChatTemplate"]
 
@@ -61,8 +61,12 @@ class ChatTemplate:
         *,
         variables: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        refuse_unread: bool = False,
     ) -> str:
-        """The text of a conversation, as the tokenizer's `apply_chat_template` has it."""
+        """The text of a conversation, as the tokenizer's `apply_chat_template` has it.
+
+        `refuse_unread`: raise for variables that the template does not read.
+        """
         given = dict(variables or {})
         for name in given:
             if name in _RESERVED or not name.isidentifier() or name.startswith("_"):
@@ -77,7 +81,13 @@ class ChatTemplate:
             **given,
         }
         try:
-            return self.processes.render(self._template(tools is not None), values)
+            return self.processes.render(
+                self._template(tools is not None), values, list(given) * refuse_unread
+            )
+        except UnreadVariable as error:
+            name = str(error)
+            message = f"`{name}` has no effect: the model's chat template does not read it. Leave it out"
+            raise ApiError(400, message, param=name, code="unsupported_parameter") from None
         except TemplateError as error:
             message = f"the messages must fit the model's chat template: {error}"
             raise ApiError(400, message, param="messages", code="invalid_value") from None

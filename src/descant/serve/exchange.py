@@ -6,6 +6,7 @@ import asyncio
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -32,6 +33,8 @@ class Exchange:
     key: ApiKey | None = None
     lease: RequestLease | None = None
     status: int = 0  # 0: no response has begun
+    # Of the request, where an error would have another name for it.
+    field_names: Mapping[str, str] = field(default_factory=dict)
     model_name: str | None = None  # that the client used, if it is one of the model's
     first_output_at: float | None = None  # when the first text came, as `began` is counted
     num_prompt_tokens: int = 0

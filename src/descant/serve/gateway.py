@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from descant.errors import EngineFull
 from descant.serve.access_log import AccessLog
-from descant.serve.api_errors import ApiError, api_error
+from descant.serve.api_errors import ApiError, api_error, in_words_of
 from descant.serve.exchange import Exchange
 from descant.serve.settings import ServerSettings
 from descant.serve.streaming import ClientDisconnected
@@ -79,7 +79,7 @@ class Gateway:
         except HTTPException as error:
             await self._send_error(exchange, _routing_error(error), send_with_headers)
         except Exception as error:
-            failure = api_error(error)
+            failure = in_words_of(api_error(error), exchange.field_names)
             if failure.status >= 500 and failure.code == "internal_error":
                 exchange.failure = error
             await self._send_error(exchange, failure, send_with_headers)

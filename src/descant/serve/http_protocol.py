@@ -17,6 +17,8 @@ _PIECE_BYTES: Final = 4 * 2**10  # that the parser gets at once
 _REFUSED_SECONDS: Final = 2.0  # in which a refused client may send on, so that it reads the error
 # Not a logger of the process: what clients send wrong must not fill the log, and errors must be seen.
 _LOGGER: Final = logging.Logger("descant.serve.http", logging.ERROR)
+# Nor is the end of the server an error of the requests that it cancels.
+_LOGGER.addFilter(lambda record: not isinstance((record.exc_info or (None, None))[1], asyncio.CancelledError))
 
 
 class LimitedProtocol(HttpToolsProtocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import time
@@ -15,9 +16,11 @@ import uvicorn
 from descant.serve.access_log import AccessLog
 from descant.serve.application import ServerApplication
 from descant.serve.http_protocol import limited_protocol
+from descant.serve.served_model import ServedModel
 
 __all__ = ["HttpServer", "ListenAddress"]
 
+_CLOSE_SECONDS: Final = 5.0  # for the step that runs when requests are ended
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -73,8 +76,6 @@ class HttpServer(uvicorn.Server):
         """Begin to drain, or end at once with the second signal."""
         self._num_signals += 1
         self._application.start_draining()
-        if self._num_signals > 1:
-            self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to end: no request is left, or the time is over."""
@@ -83,7 +84,14 @@ class HttpServer(uvicorn.Server):
                 self._drain_began = time.monotonic()
                 self._log.event("drain", active=self._application.num_active)
             is_late = time.monotonic() - self._drain_began > self._grace_seconds
-            if not self._application.num_active or is_late:
+            if self._num_signals > 1 or is_late:
+                # First, so that every stream ends with an error event.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CLOSE_SECONDS):
+                        await asyncio.to_thread(self._application.model.close)
+                self.force_exit = self._num_signals > 1
+                self.should_exit = True
+            elif not self._application.num_active:
                 self.should_exit = True
         return await super().on_tick(counter)
 
@@ -101,5 +109,18 @@ class HttpServer(uvicorn.Server):
         """Listen, and say where."""
         await super().startup(sockets)
         if self.started:
-            ports = [sock.getsockname() for server in self.servers for sock in server.sockets]
-            self._log.event("ready", model=self._application.model.settings.model_name, addresses=ports)
+            settings = self._application.model.settings
+            addresses = [sock.getsockname() for server in self.servers for sock in server.sockets]
+            scheme = "https" if self.config.is_ssl else "http"
+            urls = [f"{scheme}://{_host_and_port(one)}{settings.root_path}" for one in addresses]
+            page = settings.page and isinstance(self._application.model, ServedModel)
+            self._log.event("ready", model=settings.model_name, urls=urls, page=page, addresses=addresses)
+
+
+def _host_and_port(address: Any) -> str:
+    """An address as part of a URL that this machine can open."""
+    if isinstance(address, str):  # a Unix socket
+        return f"unix:{address}"
+    host, port = address[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

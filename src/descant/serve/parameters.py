@@ -11,6 +11,7 @@ from typing import Any, Final
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, UNSUPPORTED, GenerationConfig
 from descant.serve.api_errors import ApiError
 from descant.serve.parameter_size import check_size
+from descant.serve.prompts import PromptRoom, too_long_error
 from descant.serve.schema.common import GenerationBody
 from descant.serve.settings import ServerSettings
 
@@ -160,9 +161,15 @@ class BodyParameters:
 
     def truncate(self, prompt: list[int], num_tokens: int | None) -> list[int]:
         """The last tokens of a prompt; -1: as many as fit before the output, None: all."""
-        if num_tokens == -1:
-            num_tokens = self._prompt_room
-        return prompt if num_tokens is None else prompt[-num_tokens:]
+        kept = self.prompt_room(num_tokens).kept
+        return prompt if kept is None else prompt[-kept:]
+
+    def prompt_room(self, num_kept: int | None = None) -> PromptRoom:
+        """How much of each prompt is used; `num_kept` as in `truncate`."""
+        settings, pool = self.reader.settings, self.limits.pool_tokens
+        limits = [one for one in (settings.max_prompt_tokens, self.reader.max_positions, pool) if one]
+        kept = self._prompt_room if num_kept == -1 else num_kept
+        return PromptRoom(min(limits, default=None), kept)
 
     @cached_property
     def _prompt_room(self) -> int | None:
@@ -207,9 +214,7 @@ class BodyParameters:
         """Raise for a prompt that is too long, alone or with what may follow it."""
         settings, total = self.reader.settings, self.reader.max_positions
         if settings.max_prompt_tokens is not None and prompt_tokens > settings.max_prompt_tokens:
-            limit = settings.max_prompt_tokens
-            message = f"the prompt must have at most {limit} tokens, it has {prompt_tokens}"
-            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+            raise too_long_error(settings.max_prompt_tokens, prompt_tokens)
         new, most = max_new_tokens(config, prompt_tokens), settings.max_output_tokens
         if most is not None and new > most:
             message = f"`max_tokens` must be at most {most}, got {new}"

@@ -18,7 +18,7 @@ from descant.serve.chat_template import ChatTemplate
 from descant.serve.exchange import Exchange
 from descant.serve.generation import PromptRun
 from descant.serve.parameters import BodyParameters, RequestLimits, RequestParameters, max_new_tokens
-from descant.serve.prompts import PromptEncoder
+from descant.serve.prompts import PromptEncoder, PromptRoom
 from descant.serve.schema.common import GenerationBody
 from descant.serve.settings import ServerSettings
 from descant.serve.template_process import NUM_PROCESSES
@@ -90,15 +90,18 @@ class ServedModel:
         """
         return await asyncio.get_running_loop().run_in_executor(self._encoder_threads, work)
 
-    async def encode_chat(self, *args: Any, **options: Any) -> list[int]:
-        """The tokens of a conversation; the arguments are those of `PromptEncoder.chat`."""
+    async def encode_chat(self, room: PromptRoom, *args: Any, **options: Any) -> list[int]:
+        """The tokens of a conversation; further arguments are those of `PromptEncoder.chat_text`."""
         # Threads of their own: texts without a template need not wait for templates that take long.
-        work = partial(self.prompts.chat, *args, **options)
-        return await asyncio.get_running_loop().run_in_executor(self._chat_threads, work)
+        render = partial(self.prompts.chat_text, *args, **options)
+        text = await asyncio.get_running_loop().run_in_executor(self._chat_threads, render)
+        # The template writes special tokens itself.
+        return await self.in_encoder_thread(partial(self.prompts.text, text, room, add_special_tokens=False))
 
-    def encode_negative(self, body: GenerationBody) -> list[int] | None:
+    def encode_negative(self, body: GenerationBody, limit: int | None) -> list[int] | None:
         """The tokens of the negative prompt."""
-        return None if body.negative_prompt is None else self.prompts.text(body.negative_prompt)
+        text = body.negative_prompt
+        return None if text is None else self.prompts.text(text, PromptRoom(limit))
 
     def token_text(self, token: int) -> str:
         """The text of one token; bytes that are no characters are replaced."""

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from descant.serve.api_errors import ApiError, api_error
+from descant.serve.api_errors import ApiError, api_error, in_words_of
 from descant.serve.exchange import Exchange
 from descant.trace.records import to_json_line
 
@@ -105,7 +105,7 @@ class EventStream:
             except Exception as error:
                 if not exchange.status:
                     raise
-                failure = api_error(error)
+                failure = in_words_of(api_error(error), exchange.field_names)
                 exchange.error_code = failure.code
                 event = self._format_error(failure)
                 await send({"type": "http.response.body", "body": event, "more_body": True})

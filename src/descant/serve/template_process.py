@@ -9,12 +9,13 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final
 
 from descant.serve import template_worker
 
-__all__ = ["NUM_PROCESSES", "RenderLimits", "TemplateError", "TemplateProcesses"]
+__all__ = ["NUM_PROCESSES", "RenderLimits", "TemplateError", "TemplateProcesses", "UnreadVariable"]
 
 NUM_PROCESSES: Final = 2
 _HEAD: Final = 8
@@ -22,6 +23,10 @@ _HEAD: Final = 8
 
 class TemplateError(Exception):
     """A template that cannot be rendered; the text says why."""
+
+
+class UnreadVariable(Exception):
+    """A variable that the template does not read; the text is its name."""
 
 
 class _ProcessEnded(Exception):
@@ -136,8 +141,8 @@ class TemplateProcesses:
         for one in self._all:
             self._idle.put(one)
 
-    def render(self, template: str, variables: dict[str, Any]) -> str:
-        """The text of a template; raises where it has none, or costs too much."""
+    def render(self, template: str, variables: dict[str, Any], needed: Collection[str] = ()) -> str:
+        """The text of a template; raises where it has none, costs too much, or does not read all `needed`."""
         try:
             body = json.dumps({"template": template, "variables": variables}).encode()
         except RecursionError:
@@ -153,6 +158,9 @@ class TemplateProcesses:
             self._idle.put(process)
         if "text" not in found:
             raise TemplateError(found["error"])
+        for name in needed:
+            if name in found["unread"]:
+                raise UnreadVariable(name)
         return str(found["text"])
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import json
 import signal
 import sys
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -153,11 +153,20 @@ _WARM_UP = (
 )
 
 
+def _names_read(environment: Any, template: str) -> frozenset[str]:
+    """The variables that a template reads."""
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(environment.parse(template)))
+
+
 class _Renderer:
     """Renders the texts of messages."""
 
     def __init__(self, max_chars: int) -> None:
-        self._compile = lru_cache(maxsize=4)(_environment().from_string)
+        environment = _environment()
+        self._compile = lru_cache(maxsize=4)(environment.from_string)
+        self._names = lru_cache(maxsize=4)(partial(_names_read, environment))
         self._max_chars = max_chars
         self.answer(json.dumps({"template": _WARM_UP, "variables": {"messages": []}}).encode())
 
@@ -167,7 +176,9 @@ class _Renderer:
             request = json.loads(body)
             variables = request["variables"]
             variables["messages"] = [_with_reasoning(message) for message in variables["messages"]]
-            text = self._compile(request["template"]).render(variables)
+            template = request["template"]
+            unread = [name for name in variables if name not in self._names(template)]
+            text = self._compile(template).render(variables)
         except MemoryError:
             return {"error": "it needs too much memory", "is_spent": True}
         except RecursionError:
@@ -176,7 +187,7 @@ class _Renderer:
             return {"error": _shown(error)}
         if len(text) > self._max_chars:
             return {"error": f"its text must have at most {self._max_chars} characters"}
-        return {"text": text}
+        return {"text": text, "unread": unread}
 
 
 def _shown(error: Exception) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import openai
 import pytest
 from pydantic import BaseModel, Field
+
+from tests.support.http_client import request
 
 NAME = "smol-draft"
 MESSAGES = [{"role": "user", "content": "Say hello."}]
@@ -231,6 +234,21 @@ def test_responses_call_tools(client):
         ({"stream_options": {"include_usage": True}}, "without `stream`"),
         ({"response_format": {"type": "json_schema"}}, "json_schema"),
         ({"tool_choice": "required"}, "without `tools`"),
+        (
+            {"structured_outputs": {"structural_tag": {}}},
+            "structural_tag` is not supported",
+        ),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one of json, regex"),
+        ({"structured_outputs": {}}, "exactly one of json, regex"),
+        ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "only one of"),
+        ({"reasoning_effort": "low"}, "`reasoning_effort` has no effect"),
+        ({"verbosity": "low"}, "`verbosity` has no effect"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "`enable_thinking` has no effect"),
+        ({"top_logprobs": 2}, "`top_logprobs` has no use without `logprobs`"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "`add_generation_prompt` must"),
+        ({"prompt_lookup_num_tokens": 10**9}, "`prompt_lookup_num_tokens` must be at most"),
+        ({"max_completion_tokens": 10**9}, "lower `max_completion_tokens`"),
+        ({"min_tokens": 9, "max_tokens": 3}, "`min_tokens`"),
     ],
 )
 def test_what_is_wrong_is_named(client, extra, message):
@@ -253,3 +271,63 @@ def test_every_method_is_a_field(client):
     ):
         answer = chat(client, max_tokens=4, extra_body=extra, temperature=None)
         assert answer.usage.completion_tokens >= 1, extra
+
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+def messages(*parts, role="user"):
+    return {"messages": [{"role": "user", "content": "x"}, {"role": role, "content": list(parts)}]}
+
+
+def items(*found):
+    return {"input": [{"role": "user", "content": "x"}, *found]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (CHAT, messages(TEXT, IMAGE), "messages.1.content.1.type", "no images.*got image_url"),
+        (CHAT, messages({"type": "input_audio"}), "messages.1.content.0.type", "got input_audio"),
+        (CHAT, messages({"type": "file"}, role="tool"), "messages.1.content.0.type", "got file"),
+        (CHAT, messages("x"), "messages.1.content.0", "valid dictionary"),
+        (CHAT, {"messages": [{"role": "user", "prefix": True}]}, "messages.0.prefix", "is not supported"),
+        (RESPONSES, items(messages(IMAGE)["messages"][1]), "input.1.content.0.type", "got image_url"),
+        (RESPONSES, items({"type": "item_reference", "id": "a"}), "input.1", "function_call_output"),
+        (RESPONSES, items({"type": "function_call", "name": "f"}), "input.1.call_id", "required"),
+        (RESPONSES, {"input": "x", "reasoning": {"effort": "low"}}, "reasoning", "no effect"),
+        (RESPONSES, {"input": "x", "reasoning": {"summary": "auto"}}, "reasoning.summary", "None"),
+        (RESPONSES, {"input": "x", "text": {"verbosity": "low"}}, "text", "no effect"),
+        (RESPONSES, {"input": "x", "trace": True}, "trace", "False"),
+        (RESPONSES, {"input": "x", "return_token_ids": True}, "return_token_ids", "False"),
+        (RESPONSES, {"input": "x", "max_output_tokens": 10**9}, "max_output_tokens", "lower `max_ou"),
+        (RESPONSES, {"input": "word " * 30_000}, "input", "the prompt must have at most"),
+        (CHAT, messages({**TEXT, "text": "word " * 30_000}), "messages", "the prompt must have at most"),
+        ("/tokenize", {"prompt": "x", "tools": []}, "tools", "no use with `prompt`"),
+        ("/tokenize", {**messages(TEXT), "add_special_tokens": True}, "add_special_tokens", "no use"),
+        ("/tokenize", {"prompt": "word " * 400_000}, "prompt", "at most 65536 tokens, it has more"),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_named(server, path, body, param, message):
+    answer = request(server.port, "POST", path, {"model": NAME, **body})
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, param), error
+    assert re.search(message, error["message"]), error
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"json": SCHEMA}, r"\{.*\}"),
+        ({"json": json.dumps(SCHEMA)}, r"\{.*\}"),
+        ({"json_object": True, "regex": None}, r"\{.*"),
+        ({"regex": "[ab]{3}"}, "[ab]{3}"),
+        ({"choice": ["red", "green"]}, "red|green"),
+        ({"grammar": 'start: "yes" | "no"'}, "yes|no"),
+    ],
+)
+def test_structured_outputs_in_the_form_of_vllm(client, form, pattern):
+    answer = chat(client, max_tokens=40, temperature=0, extra_body={"structured_outputs": form})
+    assert re.fullmatch(pattern, answer.choices[0].message.content, re.DOTALL)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -234,3 +240,47 @@ def test_sigterm_while_draining_refuses_new_requests(model_folder):
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
         assert list(events)[-1] == "[DONE]"
         assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("grace", "signals"), [("60", [signal.SIGINT, signal.SIGINT, signal.SIGINT]), ("0.2", [signal.SIGTERM])]
+)
+def test_a_stream_that_is_not_finished_ends_with_an_error(model_folder, grace, signals):
+    options = ("--kv-memory", "0.5", "--grace-seconds", grace)
+    with ServerProcess(model_folder, *options) as server:
+        events = stream(server.port, PATH, {**LONG, "max_tokens": 2000, "min_new_tokens": 2000})
+        next(events)
+        for one in signals:
+            server.process.send_signal(one)
+            time.sleep(0.3)
+        *_, last = events
+        assert last["error"]["code"] == "shutting_down"
+        assert server.process.wait(30) == 0
+    assert not server.lines
+
+
+def test_the_log_is_for_people_where_it_is_asked_for(model_folder):
+    command = [sys.executable, "-m", "descant.cli", "serve", model_folder, "--port", "0"]
+    master, slave = pty.openpty()  # a terminal
+    process = subprocess.Popen(command, stderr=slave, stdout=slave, env={**os.environ, "COLUMNS": "80"})
+    os.close(slave)
+    text = ""
+    try:
+        while "Ctrl-C" not in text:
+            text += os.read(master, 4096).decode()
+        port = int(re.search(r"http://127.0.0.1:(\d+)/v1", text)[1])
+        assert request(port, "POST", PATH, {**BODY, "model": "other"}).status == 404
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the end
+            while part := os.read(master, 4096).decode():
+                text += part
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        os.close(master)
+    lines = text.replace("\r", "").splitlines()
+    first = next(index for index, line in enumerate(lines) if line.endswith("Serving smol-draft"))
+    assert lines[first + 2] == f"  Page: http://127.0.0.1:{port}/"
+    pattern = r"\d\d:\d\d:\d\d POST /v1/completions 404 \d+\.\d\ds key=anonymous error=model_not_found"
+    assert any(re.fullmatch(pattern, line) for line in lines), lines
+    assert "{" not in text

@@ -39,9 +39,8 @@ def start_llm(model: str, options: dict[str, Any]) -> LLMEngine:
         register()
     known = EngineArgs.__dataclass_fields__.keys()
     for name in options.keys() - known:
-        raise InputError(
-            name, "must be an argument of vLLM's EngineArgs", options[name], suggest_name(name, known)
-        )
+        do = suggest_name(name, known) or "leave it out"
+        raise InputError(name, "must be an argument of vLLM's EngineArgs", options[name], do)
     try:
         arguments = EngineArgs(model=model, logits_processors=processors, **options)
         config = arguments.create_engine_config()

@@ -58,7 +58,9 @@ class ChatCall:
         grammar = grammar_of(body)
         implied = {} if grammar is None else {"grammar": grammar}
         parameters = model.read_parameters(self.exchange, body, implied, is_chat=True)
+        room = parameters.prompt_room(body.truncate_prompt_tokens)
         prompt = await model.encode_chat(
+            room,
             body.messages,
             body.tools or (),
             variables=body.template_variables,
@@ -69,7 +71,7 @@ class ChatCall:
             self.exchange.prompt = [message.text for message in body.messages]
         negative = None
         if body.negative_prompt is not None:
-            negative = await model.in_encoder_thread(partial(model.encode_negative, body))
+            negative = await model.in_encoder_thread(partial(model.encode_negative, body, room.limit))
         [run] = model.runs(self.exchange, body, parameters, EncodedPrompts([prompt], negative))
         reserve_tokens(self.exchange, [run])
         self.group = RunGroup(self.exchange, [run])
@@ -208,6 +210,7 @@ async def chat_completions(http: HttpRequest) -> Any:
     model: ServedModel = http.app.state.model
     exchange = Exchange.of(http.scope)
     body = parse_body(ChatBody, await read_json(http, model.settings.max_body_bytes))
+    exchange.field_names = body.field_names
     call = ChatCall(model, exchange, body)
     if body.stream:
         return EventStream(call.events())

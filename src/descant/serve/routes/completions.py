@@ -85,13 +85,15 @@ class CompletionCall:
 
     def _make_runs(self, parameters: BodyParameters) -> list[PromptRun]:
         model, body, encoder = self.model, self.body, self.model.prompts
+        room = parameters.prompt_room(body.truncate_prompt_tokens)
         prompts = [
-            encoder.text(prompt, add_special_tokens=body.add_special_tokens)
+            encoder.text(prompt, room, add_special_tokens=body.add_special_tokens)
             if isinstance(prompt, str)
-            else encoder.ids(prompt)
+            else encoder.ids(prompt, room)
             for prompt in body.prompts
         ]
-        encoded = EncodedPrompts(prompts, model.encode_negative(body), body.logprobs if body.echo else None)
+        negative = model.encode_negative(body, room.limit)
+        encoded = EncodedPrompts(prompts, negative, body.logprobs if body.echo else None)
         return model.runs(self.exchange, body, parameters, encoded)
 
     async def pieces(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
@@ -222,8 +224,10 @@ def _join_entries(pieces: list[dict[str, Any]]) -> dict[str, Any]:
 async def completions(http: HttpRequest) -> Any:
     """Continue prompts."""
     model: ServedModel = http.app.state.model
+    exchange = Exchange.of(http.scope)
     body = parse_body(CompletionBody, await read_json(http, model.settings.max_body_bytes))
-    call = CompletionCall(model, Exchange.of(http.scope), body)
+    exchange.field_names = body.field_names
+    call = CompletionCall(model, exchange, body)
     if body.stream:
         return EventStream(call.events())
     return JsonResponse(await until_disconnect(http.receive, call.answer()))

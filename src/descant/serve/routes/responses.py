@@ -173,8 +173,10 @@ class ResponseCall:
 async def responses(http: HttpRequest) -> Any:
     """Answer a conversation."""
     model: ServedModel = http.app.state.model
+    exchange = Exchange.of(http.scope)
     body = parse_body(ResponsesBody, await read_json(http, model.settings.max_body_bytes))
-    call = ResponseCall(model, Exchange.of(http.scope), body)
+    exchange.field_names = body.field_names
+    call = ResponseCall(model, exchange, body)
     if body.stream:
         return EventStream(call.events(), call.error_event)
     return JsonResponse(await until_disconnect(http.receive, call.answer()))

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request as HttpRequest
 
-from descant.serve.api_errors import ApiError
 from descant.serve.exchange import read_json
 from descant.serve.json_response import JsonResponse
+from descant.serve.prompts import PromptRoom
 from descant.serve.schema.common import parse_body
 from descant.serve.schema.completion import DetokenizeBody, TokenizeBody
 from descant.serve.served_model import ServedModel
 from descant.serve.settings import check_model_name
 from descant.serve.transcriber import Transcriber
+
+_MAX_TOKENS: Final = 64 * 2**10  # of a text whose tokens are returned, or more if the context has more
 
 __all__ = ["detokenize", "list_models", "show_model", "tokenize"]
 
@@ -53,8 +55,6 @@ async def tokenize(http: HttpRequest) -> JsonResponse:
     body = parse_body(TokenizeBody, await read_json(http, model.settings.max_body_bytes))
     if body.model is not None:
         check_model_name(model.settings, body.model)
-    if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "either `prompt` or `messages` must be given", param="prompt")
     ids = await _encode(model, body)
     answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_positions, "tokens": ids}
     if body.return_token_strs:
@@ -63,12 +63,14 @@ async def tokenize(http: HttpRequest) -> JsonResponse:
 
 
 async def _encode(model: ServedModel, body: TokenizeBody) -> list[int]:
+    room = PromptRoom(max(_MAX_TOKENS, model.max_positions or 0))
     if body.prompt is not None:
         special = body.add_special_tokens
         return await model.in_encoder_thread(
-            partial(model.prompts.text, body.prompt, add_special_tokens=special)
+            partial(model.prompts.text, body.prompt, room, add_special_tokens=special)
         )
     return await model.encode_chat(
+        room,
         body.messages or (),
         body.tools or (),
         variables=body.chat_template_kwargs,

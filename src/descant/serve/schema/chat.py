@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
+from descant.serve.api_errors import ApiError
 from descant.serve.schema.common import Body, GenerationBody, Items
 
 __all__ = ["ChatBody", "ChatMessage", "ResponseFormat", "Tool", "ToolChoice"]
+
+
+_PART_TYPES: Final = ("text", "input_text", "output_text", "refusal")
+
+
+def _check_part_type(kind: Any) -> Any:
+    if kind in _PART_TYPES:
+        return kind
+    shown = str(kind)[:40]
+    must = f"must be one of {', '.join(_PART_TYPES)}: this server takes no images, sounds and files"
+    raise PydanticCustomError(
+        "part_type", "{must}, got {got}. Leave the part out", {"must": must, "got": shown}
+    )
 
 
 class TextPart(Body):
@@ -16,7 +31,9 @@ class TextPart(Body):
 
     model_config = ConfigDict(extra="ignore")
 
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Annotated[
+        Literal["text", "input_text", "output_text", "refusal"], BeforeValidator(_check_part_type)
+    ]
     text: str = ""
     refusal: str = ""
 
@@ -38,9 +55,7 @@ class MessageToolCall(Body):
 
 
 class ChatMessage(Body):
-    """A message of a conversation; further fields of answers that clients echo have no effect."""
-
-    model_config = ConfigDict(extra="ignore")
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[TextPart] | None = None
@@ -49,6 +64,10 @@ class ChatMessage(Body):
     tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    # Of answers, which clients send back; they are not shown to the model.
+    id: str | None = None
+    annotations: list[Any] | None = None
+    provider_specific_fields: dict[str, Any] | None = None
 
     @property
     def text(self) -> str:
@@ -117,7 +136,7 @@ class ChatBody(GenerationBody):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None  # the old form of tools
     reasoning_effort: str | None = None  # a variable of the chat template
-    verbosity: str | None = None  # a label, without an effect
+    verbosity: str | None = None  # another
     parallel_tool_calls: bool = True
     store: Literal[False] = False
     modalities: list[Literal["text"]] | None = None
@@ -128,8 +147,18 @@ class ChatBody(GenerationBody):
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return {**effort, **(self.chat_template_kwargs or {})}
+        own = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        given = {name: value for name, value in own.items() if value is not None}
+        return {**given, **(self.chat_template_kwargs or {})}
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError(400, "`top_logprobs` has no use without `logprobs`", param="top_logprobs")
+        if self.continue_final_message and "add_generation_prompt" in self.model_fields_set:
+            message = "`add_generation_prompt` must not be given with `continue_final_message`"
+            raise ApiError(400, message, param="add_generation_prompt", code="invalid_value")
+        return self
 
     def parameters(self) -> dict[str, Any]:
         """The generation parameters of the declared fields, by their names in `GenerationConfig`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -12,6 +12,7 @@ from descant.serve.api_errors import ApiError
 __all__ = ["Body", "GenerationBody", "Items", "StreamOptions", "parse_body"]
 
 
+_MAX_ERRORS: Final = 64  # of a body, that are looked at
 StopText = Annotated[str, Field(max_length=1024)]
 Label = Annotated[str, Field(max_length=512)]
 
@@ -40,12 +41,59 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # with `include_usage`: in every chunk, as load tools ask for
-    include_obfuscation: bool = False  # of OpenAI's own service; nothing is padded here
+    include_obfuscation: Literal[False] = False  # nothing is padded here
 
     @property
     def usage_in_chunks(self) -> bool:
         """Whether every chunk has the tokens used so far."""
         return self.include_usage and self.continuous_usage_stats
+
+
+_GRAMMAR_FIELDS: Final = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+# Names of the engine, and the fields that may stand for them.
+_FIELD_NAMES: Final = {
+    "max_new_tokens": ("max_output_tokens", "max_completion_tokens", "max_tokens"),
+    "max_tokens": ("max_output_tokens", "max_completion_tokens"),
+    "min_new_tokens": ("min_tokens",),
+    "num_return_sequences": ("n",),
+    "stop_strings": ("stop",),
+    "eos_token_id": ("ignore_eos",),
+    "grammar": ("structured_outputs", *_GRAMMAR_FIELDS, "response_format", "text", "tools"),
+    "prompt": ("messages", "input"),
+    "prompt_tokens": ("prompt", "messages", "input"),
+    "request": ("prompt", "messages", "input"),
+    "step_tokens": (
+        *("prompt_lookup_num_tokens", "suffix_lookup_num_tokens", "num_assistant_tokens"),
+        *("num_beams", "best_of", "n"),
+    ),
+    "rows": ("num_beams", "best_of", "n"),
+}
+
+
+class StructuredOutputs(Body):
+    """What the text must be, in the form of vLLM: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def as_grammar(self) -> dict[str, Any]:
+        """The same as a value of `grammar`."""
+        kinds = {
+            "json_schema": {"type": "object"} if self.json_object else self.json_,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+        }
+        given = {kind: value for kind, value in kinds.items() if value is not None}
+        if len(given) != 1 or (self.json_object and self.json_ is not None):
+            message = (
+                "`structured_outputs` must have exactly one of json, regex, choice, grammar, json_object"
+            )
+            raise ApiError(400, message, param="structured_outputs", code="invalid_value")
+        return given
 
 
 class GenerationBody(Body):
@@ -79,6 +127,7 @@ class GenerationBody(Body):
     best_of: int | None = Field(None, ge=1)
     skip_special_tokens: bool = True
     include_stop_str_in_output: Literal[False] = False
+    structured_outputs: StructuredOutputs | None = None  # the newer form of the `guided_` fields
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -132,6 +181,19 @@ class GenerationBody(Body):
         given = {name: value for name, value in values.items() if value is not None}
         return {**given, "eos_token_id": None} if self.ignore_eos else given
 
+    @property
+    def field_names(self) -> dict[str, str]:
+        """The fields of this body by the names that errors of the engine have for them."""
+        given = self.model_fields_set | (self.model_extra or {}).keys()
+        names = {"negative_prompt_ids": "negative_prompt"}
+        for name, own_names in _FIELD_NAMES.items():
+            if name not in given or name == "max_tokens":  # the others come before it
+                found = next((one for one in own_names if one in given), None)
+                names |= {} if found is None else {name: found}
+        if self.use_beam_search and "num_beams" not in given:
+            names["num_beams"] = "best_of" if self.best_of is not None else "n"
+        return names
+
     def _num_beams(self) -> int | None:
         """The number of beams by vLLM's fields; None: they name none."""
         if not self.use_beam_search:
@@ -153,9 +215,11 @@ class GenerationBody(Body):
             "grammar": self.guided_grammar,
         }
         given = {kind: value for kind, value in kinds.items() if value is not None}
-        if len(given) > 1:
-            raise ApiError(400, "only one of the `guided_` fields may be given", param="guided_json")
-        return given or None
+        structured = self.structured_outputs
+        if len(given) + (structured is not None) > 1:
+            message = "only one of the `guided_` fields and `structured_outputs` may be given"
+            raise ApiError(400, message, param="guided_json")
+        return (given or None) if structured is None else structured.as_grammar()
 
 
 def parse_body(kind: type[BodyType], data: Any) -> BodyType:
@@ -165,17 +229,34 @@ def parse_body(kind: type[BodyType], data: Any) -> BodyType:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise _field_error(error) from None
+        raise _field_error(error, data) from None
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", code="invalid_json") from None
 
 
-def _field_error(error: ValidationError) -> ApiError:
-    """The first error of a body as a response."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    # The names of union members are in the path, too; those of the body are enough.
-    path = ".".join(str(part) for part in first["loc"]) or "body"
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    if first["type"] == "extra_forbidden":
-        code = "unknown_parameter"
-    return ApiError(400, f"`{path}`: {first['msg']}", param=path, code=code)
+def _field_error(error: ValidationError, data: Any) -> ApiError:
+    """The error of a body at the innermost place: of several types, the one that the value is most like."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)[:_MAX_ERRORS]
+    paths = [_path_in(data, one["loc"]) for one in found]
+    deepest = max(paths, key=len)
+    same = [one for one, path in zip(found, paths, strict=True) if path == deepest]
+    kind, path = same[0]["type"], ".".join(deepest) or "body"
+    code = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}.get(kind)
+    if kind == "extra_forbidden":
+        return ApiError(400, f"`{path}` is not supported: leave it out", param=path, code=code)
+    text = ", or: ".join(dict.fromkeys(one["msg"] for one in same))
+    return ApiError(400, f"`{path}`: {text}", param=path, code=code or "invalid_value")
+
+
+def _path_in(data: Any, loc: Sequence[Any]) -> tuple[str, ...]:
+    """The place of an error in a body, without the names of the types that were tried."""
+    path = []
+    for part in loc:
+        if (isinstance(data, Mapping) and part in data) or (isinstance(data, list) and isinstance(part, int)):
+            data = data[part]
+        elif isinstance(data, Mapping) and part == loc[-1]:  # what is missing
+            data = None
+        else:
+            continue
+        path.append(str(part))
+    return tuple(path)

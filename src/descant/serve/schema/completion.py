@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
+from descant.serve.api_errors import ApiError
 from descant.serve.schema.chat import ChatMessage, Tool
 from descant.serve.schema.common import Body, GenerationBody, Items
 
@@ -54,6 +55,17 @@ class TokenizeBody(Body):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check_form(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ApiError(400, "either `prompt` or `messages` must be given", param="prompt")
+        form, others = ("messages", {"add_special_tokens"})
+        if self.prompt is not None:
+            form, others = "prompt", {"tools", "add_generation_prompt", "chat_template_kwargs"}
+        for name in sorted(others & self.model_fields_set):
+            raise ApiError(400, f"`{name}` has no use with `{form}`: leave it out", param=name)
+        return self
 
 
 class DetokenizeBody(Body):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from descant.serve.api_errors import ApiError
 from descant.serve.schema.chat import ChatBody, TextPart
@@ -54,6 +54,26 @@ class InputReasoning(Body):
     type: Literal["reasoning"]
 
 
+_ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _item_type(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(
+        _item_type,
+        custom_error_type="item_type",
+        custom_error_message=f"must be an object whose type is one of {', '.join(_ITEMS)}. Leave others out",
+    ),
+]
+
+
 class ResponseTool(Body):
     """A function that may be called."""
 
@@ -82,17 +102,17 @@ class TextFormat(Body):
 
 
 class ReasoningOptions(Body):
-    """Hints for models that think; the effort is a variable of the chat template."""
+    """Hints for models that think."""
 
-    effort: str | None = None
-    summary: str | None = None
+    effort: str | None = None  # a variable of the chat template
+    summary: None = None  # there are no summaries
 
 
 class TextOptions(Body):
     """Options of the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: str | None = None  # a label, without an effect
+    verbosity: str | None = None  # a variable of the chat template
 
 
 class ResponsesBody(GenerationBody):
@@ -100,8 +120,11 @@ class ResponsesBody(GenerationBody):
 
     model_config = ConfigDict(extra="allow")
 
-    input: str | Items[InputMessage | InputCall | InputCallOutput | InputReasoning]
+    input: str | Items[InputItem]
     n: Literal[1] = 1
+    # The answer has no place for these.
+    return_token_ids: Literal[False] = False
+    trace: Literal[False] = False
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
@@ -115,6 +138,13 @@ class ResponsesBody(GenerationBody):
     background: Literal[False] = False
     truncation: Literal["disabled"] = "disabled"
 
+    @property
+    def field_names(self) -> dict[str, str]:
+        """The fields of this body by the names that errors of the engine and of chats have for them."""
+        length = "max_output_tokens"
+        chat = {"max_tokens": length, "max_new_tokens": length, "response_format": "text"}
+        return {**chat, "reasoning_effort": "reasoning", "verbosity": "text", **super().field_names}
+
     def as_chat(self) -> ChatBody:
         """The same request for `/v1/chat/completions`."""
         own = set(type(self).model_fields) - set(GenerationBody.model_fields)
@@ -124,6 +154,8 @@ class ResponsesBody(GenerationBody):
             data["max_completion_tokens"] = self.max_output_tokens
         if self.reasoning is not None and self.reasoning.effort is not None:
             data["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.verbosity is not None:
+            data["verbosity"] = self.text.verbosity
         if "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs:
             data |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
         if self.tools:
