@@ -168,7 +168,7 @@ class Case:
     def subject(self) -> Subject:
         """Its model; one of its own if its weights change."""
         on = adapted(self.subject_name) if self.has_adapters else subject(self.subject_name)
-        return replace(on, model=copy.deepcopy(on.model)) if self.change else on
+        return replace(on, model=copy.deepcopy(on.model), folder=None) if self.change else on
 
     @functools.cached_property
     def cancelled(self) -> frozenset[int]:

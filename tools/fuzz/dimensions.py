@@ -83,16 +83,20 @@ def _scheduler(rng: random.Random, case: Case) -> Case:
 
 
 def _pool(rng: random.Random, case: Case) -> Case:
-    """A pool with little more room than the largest request needs, and preemption."""
+    """A pool with little more room than the largest request needs, which requests outgrow together."""
     fields = {
         **(case.scheduler or {}),
         "block_size": rng.choice((2, 3, 4, 16)),
-        "headroom": rng.choice((0.0, 0.01, 0.2)),
-        "preemption": rng.choice(("growth", "priority", "priority", "never")),
+        "headroom": rng.choice((0.0, 0.0, 0.01, 0.2)),
+        "preemption": rng.choice(("growth", "growth", "priority", "priority", "priority", "never")),
         "ageing": rng.choice((0.0, 1.0, 1.0)),
     }
-    asks = tuple(replace(ask, priority=rng.randint(0, 2)) for ask in case.asks)
-    return replace(case, asks=asks, scheduler=fields, spare_blocks=rng.choice((0, 0, 1, 2, 5)))
+    asks = []
+    for ask in case.asks:
+        more = rng.choice((0, 8, 16))  # tokens: a short result ends before the pool is full
+        longer = {k: v + more for k, v in ask.fields.items() if k in ("max_new_tokens", "max_length")}
+        asks.append(replace(ask, priority=rng.randint(0, 2), fields={**ask.fields, **longer}))
+    return replace(case, asks=tuple(asks), scheduler=fields, spare_blocks=rng.choice((0, 0, 1, 2, 5)))
 
 
 def _change(rng: random.Random, case: Case) -> Case:
