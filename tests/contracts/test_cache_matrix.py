@@ -8,6 +8,7 @@ session; `pytest tests/contracts/test_cache_matrix.py -m ""` runs each by itself
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -194,8 +195,10 @@ def test_other_rows_have_no_effect(tiny, cache):
     """A batch of N equals N batches of 1, admitted at any step, on an evicting or rounding cache."""
     name, settings = TIGHT[cache]
     given = [request for method in ALONE for request in requests_for(tiny(name), method)[1:2]]
-    check_batch(tiny(name).model, on(cache, settings, given))
-    check_admission(tiny(name).model, on(cache, settings, given), schedules=1)
+    # In float64: one more bit of a key in float32 may round to the next of 16 levels.
+    model = copy.deepcopy(tiny(name).model).double() if cache == "quantized" else tiny(name).model
+    check_batch(model, on(cache, settings, given))
+    check_admission(model, on(cache, settings, given), schedules=1)
 
 
 @pytest.mark.parametrize("drafts", [one for one in DRAFTS if "adaptive" not in one and "shared" not in one])

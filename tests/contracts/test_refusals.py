@@ -129,6 +129,6 @@ def _check_empty(session: Session) -> None:
         assert len(table.cache) == 0
     assert len(list(session._tables)) == 1
     model: Any = session.model
-    if model._encoder is not None:
-        assert not model._encoder._cross_cache._entries
+    if model.encoder is not None:
+        assert not model.encoder._cross_cache._entries
     assert not len(model._request_inputs)

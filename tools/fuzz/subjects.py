@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -174,7 +175,9 @@ def adapted(name: str) -> Subject:
     torch.manual_seed(23)
     for adapter in "BA":  # the last one is active
         lora = LoraConfig(r=2, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-        model.add_adapter(lora, adapter_name=adapter)
+        with warnings.catch_warnings():  # of a second adapter
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            model.add_adapter(lora, adapter_name=adapter)
     return replace(on, model=model.double().eval(), folder=None)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["AttentionCall", "KVProxy", "TensorKVProxy", "TransposedKVProxy", "sdpa"]
+__all__ = ["AttentionCall", "KVProxy", "TensorKVProxy", "TransposedKVProxy", "sdpa", "with_queries"]
 
 # The index by which transformers' `repeat_kv` adds a dimension for the repeats: `kv[:, :, None, :, :]`.
 _REPEAT_KV_INDEX = (slice(None), slice(None), None, slice(None), slice(None))
@@ -40,6 +40,7 @@ class KVProxy:
         self.shape = torch.Size(shape)
         self.dtype, self.device = like.dtype, like.device
         self.head_repeats = 1  # how often each head is repeated; repeats of a head are adjacent
+        self.num_queries: int | None = None  # of the forward, where the model's view says it
         self._materialized: Tensor | None = None
 
     def build_tensor(self) -> Tensor:
@@ -97,10 +98,24 @@ class KVProxy:
         if func is torch.nn.functional.scaled_dot_product_attention:
             keys, values, call = _bind_sdpa_args(*args, **kwargs)
             if isinstance(keys, KVProxy) and isinstance(values, KVProxy) and isinstance(call.query, Tensor):
+                if keys.num_queries == 1 and call.query.shape[2] > 1:
+                    return keys._attend_by_group(values, call)
                 grouped = call.enable_gqa or keys.head_repeats > 1
                 call = call._replace(enable_gqa=grouped)
                 return keys.with_repeats(1).attend(values.with_repeats(1), call)
         return func(*tree_map(_as_tensor, tuple(args)), **tree_map(_as_tensor, dict(kwargs)))
+
+    def _attend_by_group(self, values: KVProxy, call: AttentionCall) -> Tensor:
+        """The output [N, H, G, E] of one query, whose heads transformers 5.23 passes as positions of a group.
+
+        `attend` gets them as heads of one position [N, H * G, 1, D].
+        """
+        query, mask = call.query, call.mask
+        if mask is not None and mask.shape[1] * mask.shape[2] > 1:
+            mask = mask.reshape(len(mask), -1, 1, mask.shape[3])
+        heads = query.reshape(len(query), -1, 1, query.shape[3])
+        out = self.attend(values, call._replace(query=heads, mask=mask, enable_gqa=True))
+        return out.reshape(*query.shape[:3], out.shape[3])
 
     def with_repeats(self, count: int) -> KVProxy:
         """The same keys or values with every head `count` times."""
@@ -126,6 +141,14 @@ for _name in ("add", "sub", "mul", "truediv", "matmul"):
     setattr(KVProxy, f"__r{_name}__", _make_operator(f"__r{_name}__"))
 for _name in ("neg", "pow", "abs", "iter"):
     setattr(KVProxy, f"__{_name}__", _make_operator(f"__{_name}__"))
+
+
+def with_queries(visible: Any, count: int) -> Any:
+    """The keys and values of a layer, which know the number of queries of their forward."""
+    for part in visible:
+        if isinstance(part, KVProxy):
+            part.num_queries = count
+    return visible
 
 
 class TensorKVProxy(KVProxy):

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache
 
 from descant.core.interfaces import KVCache, KVSpan
+from descant.kv_cache.attention_proxy import with_queries
 from descant.models.cross_attention_cache import CrossAttentionCache
 
 __all__ = ["CrossAttentionView", "EncoderDecoderView", "SelfAttentionView"]
@@ -31,7 +32,8 @@ class SelfAttentionView(TransformersCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values [N, H, T, D]; returns all visible ones [N, H, S, D]."""
-        return self._store.update(layer_idx, key_states, value_states, self._span)
+        visible = self._store.update(layer_idx, key_states, value_states, self._span)
+        return with_queries(visible, key_states.shape[2])
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:  # noqa: ARG002
         """The number of cached positions of the longest row."""

@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import InputError
+from descant.kv_cache.attention_proxy import with_queries
 from descant.models.hf_caches.layers import (
     HFCacheLayer,
     KVPair,
@@ -68,12 +69,8 @@ class Cache(TransformersCache):
     def _prepare_write(self) -> None:
         """Raise if the cache is read-only; otherwise drop `tokens`, which no longer match the contents."""
         if self.read_only:
-            raise InputError(
-                "past_key_values",
-                "is read-only (frozen) and cannot be written",
-                self,
-                "write to its `copy()`",
-            )
+            must = "is read-only (frozen) and cannot be written"
+            raise InputError("past_key_values", must, self, "write to its `copy()`")
         self.tokens: list[Tensor] | None = None
 
     def _commit_pending(self) -> None:
@@ -141,7 +138,7 @@ class Cache(TransformersCache):
             key, value = (shift_right(block, -self._left_pads) for block in new)
             self._store.update(layer_idx, key, value, span)
             return key_states, value_states
-        visible = self._store.update(layer_idx, *new, span)
+        visible = with_queries(self._store.update(layer_idx, *new, span), span.width)
         visible = (
             self._align_right(layer_idx, visible, span)
             if span.host_starts is not None
@@ -156,12 +153,8 @@ class Cache(TransformersCache):
         """Raise if keys do not match the rows of the cache or the pending forward."""
         rows = len(self._store) or key.shape[0]
         if key.shape[0] != rows or key.shape[2] != span.width:
-            raise InputError(
-                "key_states",
-                f"must be of {rows} rows and {span.width} tokens, as in earlier writes",
-                key,
-                "`reset` the cache or create a new one",
-            )
+            must = f"must be of {rows} rows and {span.width} tokens, as in earlier writes"
+            raise InputError("key_states", must, key, "`reset` the cache or create a new one")
         before = span.read_length - span.width
         if before and not self.has_layer(layer):
             must = f"must hold the {before} positions that the other layers hold"
@@ -283,11 +276,8 @@ class Cache(TransformersCache):
         new = (old + max_length).clamp(min=0) if max_length <= 0 else old.clamp(max=max_length)
         num_removed = int((old - new).max()) if len(old) else 0
         if store.max_rewind is not None and num_removed > store.max_rewind:
-            raise InputError(
-                "max_length",
-                f"can remove at most {store.max_rewind} positions of a {type(self).__name__}",
-                max_length,
-            )
+            must = f"can remove at most {store.max_rewind} positions of a {type(self).__name__}"
+            raise InputError("max_length", must, max_length)
         if num_removed:
             store.commit(None, new)
 

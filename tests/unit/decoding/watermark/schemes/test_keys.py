@@ -82,11 +82,11 @@ def test_the_environment_holds_it_or_its_path(tmp_path, monkeypatch):
     [
         (
             {},
-            "`key` must come from exactly one source, got 'neither a file nor a variable': set DESCANT",
+            "`key` must come from exactly one source, got neither a file nor a variable: set DESCANT",
         ),
         (
             {KEY_VARIABLE: "{}", KEY_FILE_VARIABLE: "x"},
-            "got 'DESCANT_WATERMARK_KEY and DESCANT_WATERMARK_KEY_FILE'",
+            "got DESCANT_WATERMARK_KEY and DESCANT_WATERMARK_KEY_FILE",
         ),
         (
             {KEY_VARIABLE: "/etc/key.json"},
