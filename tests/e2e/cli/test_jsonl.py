@@ -90,7 +90,7 @@ def test_an_error_is_its_lines_own(descant, stories):
         ("x", "`input` must hold a JSON object in each line (Expecting value"),
         ("[1]", "`input` must hold a JSON object in each line, got '[1]'"),
         ({"id": 4}, '`prompt` must be given, or "messages", in each line, got neither'),
-        ({"prompt": "a", "messages": [{}]}, "got 'both'"),
+        ({"prompt": "a", "messages": [{}]}, "got both"),
         ({"prompt": 5}, "`prompt` must be text, got 5"),
         ({"prompt": "a", "top_p": 7}, "`top_p` must be a finite number >= 0 and <= 1, got 7"),
         ({"prompt": "a", "top_k": 7}, "`top_k` has no use while `do_sample` is False"),

@@ -206,7 +206,7 @@ def test_a_wrong_line_is_its_own_and_the_others_are_answered(descant, stories, t
         ("x", "must hold a JSON object in each line (Expecting value"),
         ("[1]", "must hold a JSON object in each line, got [1]"),
         ({"id": 3}, '`text` must be given, or "ids", got neither'),
-        ({"text": "a", "ids": [1]}, "got 'both'"),
+        ({"text": "a", "ids": [1]}, "got both"),
         ({"text": 5}, "`text` must be text, got 5"),
         ({"text": "a", "prompt": [1]}, "`prompt` must be text, as the text is"),
         ({"ids": ["a"]}, "`ids` must be a list of token ids"),

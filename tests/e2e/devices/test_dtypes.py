@@ -129,8 +129,7 @@ def test_caches_are_kept_in_the_models_dtype(tiny: Models, name: str, dtype: tor
     if one.encoder_decoder:
         session.admit(descant.Request([one.arch.start], config, {"input_ids": torch.tensor([5, 6, 7])}))
         session.step()
-        adapter = session.model
-        memory = getattr(adapter, "_encoder", adapter)._cross_cache
+        memory = session.model.encoder._cross_cache
         assert {block.dtype for block in memory._keys.values()} == {dtype}
     else:
         session.admit(descant.Request([5, 6, 7], config), descant.Request([8, 9], config))

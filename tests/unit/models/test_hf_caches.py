@@ -579,7 +579,7 @@ def test_sinks(get):
     close(stepped(model, SinkCache(12, 3, model=model), feeds(ids, (12, *(1,) * 18))), once)
     cache = SinkCache(12, 3, config=config)
     stepped(model, cache, feeds(ids, (12, *(1,) * 17)))
-    assert cache.get_seq_length() == 29
+    assert (cache.get_seq_length(), cache.seen_tokens) == (12, 29)
     assert cache.get_max_cache_shape() == 12
     cache.batch_select_indices(torch.tensor([2, 0]))
     close(stepped(model, cache, feeds(ids[[2, 0]], (1,), first=29)), once[[2, 0], 29:])

@@ -78,7 +78,7 @@ def _validate_layers(pairs: Sequence[Sequence[Any]]) -> list[KVPair]:
 def _strip_left_padding(cache: Cache, mask: Tensor | None) -> Cache:
     """A cache of the same class without the left padding that `mask` marks."""
     lengths = cache.lengths
-    length = cache.get_seq_length()
+    length = cache.seen_tokens
     if mask is None or not length or bool(mask[:, :length].all()):
         return cache
     if isinstance(cache, EncoderDecoderCache):
