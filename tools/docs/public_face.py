@@ -16,11 +16,10 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 FACE: Final = ROOT / "tests" / "assets" / "public_face.txt"
 MODULES: Final = ("descant", "descant.jobs", "descant.parts", "descant.testing")
-# Addresses of objects, the modules of classes, and the wrapping of annotations that are texts.
-NOISE: Final = re.compile(
-    r" at 0x[0-9a-f]+|\bdescant\.[a-z_.]+\.(?=[A-Z_])|\btyping\.|"
-    r"ForwardRef\((?='[^']*'\))|(?<=')\)(?=[,) ]|$)"
-)
+# Addresses of objects, and the modules of classes.
+NOISE: Final = re.compile(r" at 0x[0-9a-f]+|\bdescant\.[a-z_.]+\.(?=[A-Z_])|\btyping\.")
+# An annotation that is a text.
+REFERENCE: Final = re.compile(r"ForwardRef\(('[^']*')\)")
 
 
 def lines() -> Iterator[str]:
@@ -72,7 +71,7 @@ def signature(value: Any) -> str:
 
 def clean(text: str) -> str:
     """A text without what differs between processes and with the place of a class."""
-    return NOISE.sub("", text)
+    return NOISE.sub("", REFERENCE.sub(r"\1", text))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ class CacheRequest(NamedTuple):
         given = dict(config or {})
         # The configs of transformers 4 name their cache among the settings.
         named = given.pop(CACHE_FIELD, getattr(config, CACHE_FIELD, None))
-        if named not in (None, self.config.cache_implementation):
+        implementation = str(self.config.cache_implementation)
+        if named not in (None, implementation, implementation.removeprefix("offloaded_")):
             must = f"must be for the cache that `{CACHE_FIELD}` names, {self.config.cache_implementation!r}"
             raise ConfigError("cache_config", must, named)
         for name, value in given.items():

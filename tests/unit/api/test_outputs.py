@@ -20,7 +20,7 @@ CLASSES = (
     descant.GenerateBeamDecoderOnlyOutput,
     descant.GenerateBeamEncoderDecoderOutput,
 )
-OURS = {"logprobs", "speculation", "unmet_constraints", "trace"}
+OURS = {"sequence_counts", "logprobs", "speculation", "unmet_constraints", "trace"}
 IDS = torch.tensor([[5, 6, 7]])
 
 
