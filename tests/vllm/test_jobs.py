@@ -21,7 +21,7 @@ SIZES = {"enforce_eager": True, "max_num_seqs": 8, "kv_cache_memory_bytes": 2**2
 
 def run(job: Job) -> list[dict[str, Any]]:
     """The results of a job, in this process."""
-    result = JobRun(job).run(LocalWorker(JobModel.load(job)))
+    result = JobRun(job).run(lambda: LocalWorker(JobModel.load(job)))
     assert result.failed == 0
     return [
         json.loads(line)

@@ -128,10 +128,10 @@ def test_a_request_without_a_token_fails_alone(engine, target):
 def test_cancelled_and_late_requests(engine):
     config = GenerationConfig(max_new_tokens=60, eos_token_id=None)
     first, second = engine.admit(Request([5], config), Request([6], config, deadline=0.02))
-    engine.step()
+    events = engine.step()  # on a busy machine the deadline passes in this step
     engine.cancel(first)
     time.sleep(0.03)
-    [event] = [event for event in engine.drain() if isinstance(event, Failed)]
+    [event] = [event for event in [*events, *engine.drain()] if isinstance(event, Failed)]
     assert event.request == second
     assert isinstance(event.error, descant.DeadlineExceeded)
 
