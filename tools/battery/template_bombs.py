@@ -153,15 +153,16 @@ def _attack_server(outcome: Outcome, server: ServerProcess, count: int) -> None:
 
 
 def _check_content(outcome: Outcome, server: ServerProcess, payloads: list[str]) -> None:
-    """Templates in messages, tools and variables are texts like others."""
+    """Templates in messages are texts like others; a variable without effect is refused."""
     client = Client(server.port)
     for payload in payloads:
         messages = [{"role": "user", "content": payload}]
-        answer = client.send(
-            "POST", "/tokenize", {"messages": messages, "chat_template_kwargs": {"x": payload}}
-        )
+        answer = client.send("POST", "/tokenize", {"messages": messages})
         text = client.send("POST", "/detokenize", {"tokens": answer.json.get("tokens", [])}).json["prompt"]
         outcome.check(text == f"<s>user\n{payload}</s><s>assistant\n", f"{payload} became {text[:200]!r}")
+        body = {"messages": messages, "chat_template_kwargs": {"x": payload}}
+        answer = client.send("POST", "/tokenize", body)
+        outcome.check(answer.status == 400, f"a variable without effect: {answer.status}")
         function = {"name": "f", "description": payload, "parameters": {"title": payload}}
         body = {"messages": messages, "tools": [{"type": "function", "function": function}]}
         answer = client.send("POST", "/tokenize", body)

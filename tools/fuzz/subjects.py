@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from transformers.pytorch_utils import Conv1D
 
 from tests.support import tiny_models
 from tools.sweep.kinds import representative
@@ -174,7 +175,13 @@ def adapted(name: str) -> Subject:
     model = copy.deepcopy(on.model)
     torch.manual_seed(23)
     for adapter in "BA":  # the last one is active
-        lora = LoraConfig(r=2, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        lora = LoraConfig(
+            r=2,
+            lora_alpha=8,
+            target_modules="all-linear",
+            init_lora_weights=False,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        )
         with warnings.catch_warnings():  # of a second adapter
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             model.add_adapter(lora, adapter_name=adapter)

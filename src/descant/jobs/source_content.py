@@ -144,7 +144,7 @@ def _digest(block: bytes) -> bytes:
     return hashlib.blake2b(block, digest_size=_DIGEST_BYTES).digest()
 
 
-def _changed(got: str) -> InputError:
-    return InputError(
-        "source", "must not change during a run", got, "restore it, or give another folder as `sink`"
-    )
+def _changed(path: str) -> InputError:
+    # The value of an error is cut where it is long; the advice names the file in full.
+    do = f"restore {path}, or give another folder as `sink`"
+    return InputError("source", "must not change during a run", path, do)

@@ -38,7 +38,7 @@ GRAMMARS = {
 # A method, its fields, the control that shows the refusal, and what it says.
 REFUSALS = (
     ("beams", {"num_beams": "0"}, "#beams-num_beams", "`num_beams` must be an int >= 1, got 0"),
-    ("beams", {"num_beams": "2", "n": "3"}, "#beams-n", "`num_return_sequences` must be <= `num_beams`"),
+    ("beams", {"num_beams": "2", "n": "3"}, "#beams-n", "`n` must be <= `num_beams`"),
     ("sampling", {"temperature": "warm"}, "#sampling-temperature", "valid number"),
     ("greedy", {"others": '{"top_q": 1}'}, "#field-others", "`top_q` is not a parameter"),
     ("greedy", {"others": '{"top_q": '}, "#field-others", "must be JSON"),
