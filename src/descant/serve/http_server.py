@@ -95,6 +95,12 @@ class HttpServer(uvicorn.Server):
                 self.should_exit = True
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: Any = None) -> None:
+        """Close connections and end the application."""
+        await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn then cancels the application, which prints a traceback
+            await self.lifespan.shutdown()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Handle signals while it serves; they are not raised again, so that the exit code is 0."""
