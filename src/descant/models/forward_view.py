@@ -32,8 +32,10 @@ class SelfAttentionView(TransformersCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values [N, H, T, D]; returns all visible ones [N, H, S, D]."""
-        visible = self._store.update(layer_idx, key_states, value_states, self._span)
-        return with_queries(visible, key_states.shape[2])
+        visible: tuple[Tensor, Tensor] = with_queries(
+            self._store.update(layer_idx, key_states, value_states, self._span), key_states.shape[2]
+        )
+        return visible
 
     def get_seq_length(self, layer_idx: int = 0, *_: Any) -> int:  # noqa: ARG002
         """The number of cached positions of the longest row."""
