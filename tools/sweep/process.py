@@ -85,6 +85,7 @@ def _start(entry: Entry, trial: Trial, folder: Path, limits: Limits) -> _Child:
         resource.setrlimit(resource.RLIMIT_AS, (limits.memory, limits.memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _silence()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the parent would end it with a code
         record = trial(entry, lambda name: _write(stage, name))
         record["cpu"] = round(time.process_time(), 3)
         _write(answer, json.dumps(record))

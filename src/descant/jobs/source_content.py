@@ -137,7 +137,9 @@ def _open_raw(path: str) -> io.FileIO:
     try:
         return open(path, "rb", buffering=0)
     except OSError as error:
-        raise InputError("source", f"must be files that can be opened ({error.strerror})", path) from None
+        # The value of an error is cut where it is long; the advice names the file in full.
+        must, do = f"must be files that can be opened ({error.strerror})", f"restore {path}"
+        raise InputError("source", must, path, do) from None
 
 
 def _digest(block: bytes) -> bytes:

@@ -190,7 +190,9 @@ CHANGES: dict[str, Callable[[Path, bytes], None]] = {
 
 
 def source_of(folder: Path, ending: str) -> list[Path]:
-    """Two files of rows."""
+    """Two files of rows, whose names are too long for the value of an error."""
+    folder = folder / "a-folder-with-a-name-of-many-letters-that-an-error-would-cut"
+    folder.mkdir()
     lines = [json.dumps({"text": f"ship {row}", "name": f"n{row}"}) for row in range(ROWS)]
     paths = [folder / f"{number}.{ending}" for number in (0, 1)]
     for path, some in zip(paths, (lines[:25], lines[25:]), strict=True):
