@@ -29,6 +29,8 @@ FOUND = {
     "a request refused only when it joined": 104,
     "guided candidates read again": 7990,
     "more blocks held than counted": 32497,
+    "forced tokens beyond the room of a step": 120,
+    "a recurrent state read again": 175,
 }
 
 

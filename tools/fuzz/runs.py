@@ -191,11 +191,22 @@ def _in_engine(case: Case, on: Subject, given: Mapping[str, Any]) -> list[Result
     return results
 
 
+def _drafts_too_many(on: Subject, ask: Ask, config: SchedulerConfig) -> bool:
+    """Whether a session refuses a request because a step has no room for its drafts."""
+    try:
+        Session(on.model, scheduler=config).demand(replace(ask, prompt_logprobs=None).request(on))
+    except DescantError as error:
+        return "max_step_tokens" in str(error)
+    return False
+
+
 def _scheduler(case: Case, on: Subject) -> SchedulerConfig | None:
     """The scheduler's config; its pool has room for the largest request."""
     if case.scheduler is None:
         return None
     config = SchedulerConfig(**case.scheduler)
+    if config.max_step_tokens is not None and any(_drafts_too_many(on, ask, config) for ask in case.asks):
+        config = replace(config, max_step_tokens=None)
     if case.spare_blocks is None:
         return config
     session = Session(on.model, scheduler=replace(config, num_blocks=10**6))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 
 from descant.core.interfaces import ModelTraits, RowCache
@@ -16,7 +19,7 @@ from descant.errors import ConfigError
 from descant.kv_cache.cached_row import is_lossless
 from descant.kv_cache.paged import PagedStore
 
-__all__ = ["parked_demand", "reads_in_chunks", "request_demand"]
+__all__ = ["limit_forced_drafts", "parked_demand", "reads_in_chunks", "request_demand"]
 
 # Fields that say how many tokens are drafted.
 DRAFT_FIELDS = ("prompt_lookup_num_tokens", "suffix_lookup_num_tokens", "num_assistant_tokens")
@@ -27,6 +30,34 @@ def reads_in_chunks(traits: ModelTraits, store: RowCache) -> bool:
     if traits.cache_type != "kv" or traits.is_encoder_decoder:
         return False
     return is_lossless(store) and not (traits.has_own_position_ids or traits.needs_own_cache)
+
+
+def limit_forced_drafts(
+    resolved: Sequence[ResolvedRequest], config: SchedulerConfig
+) -> list[ResolvedRequest]:
+    """Requests whose grammars draft no more forced tokens than a step has room for.
+
+    No field asks for these drafts, and their number changes no result. Other drafts that are too many are an
+    error.
+    """
+    return [_with_possible_drafts(one, config.max_step_tokens) for one in resolved]
+
+
+def _with_possible_drafts(one: ResolvedRequest, limit: int | None) -> ResolvedRequest:
+    plan, request = one.plan, one.request
+    drafts, rows = int(plan.method_params.get("draft_tokens", 0)), _num_fed_rows(one)
+    given = [plan.config.assistant_early_exit, request.assistant_model, plan.recipe]
+    given += [getattr(plan.config, name) for name in DRAFT_FIELDS[:2]]
+    if limit is None or not rows <= limit < rows * (1 + drafts) or any(value is not None for value in given):
+        return one
+    params = {**plan.method_params, "draft_tokens": limit // rows - 1}
+    return one._replace(plan=replace(plan, method_params=params))
+
+
+def _num_fed_rows(one: ResolvedRequest) -> int:
+    """The rows that a step feeds for a request, unconditional ones included."""
+    rows = one.plan.num_rows * one.plan.strategy.num_candidates
+    return rows * 2 if "guidance" in one.plan.wrappers else rows
 
 
 def _most_drafts(one: ResolvedRequest, config: SchedulerConfig, rows: int) -> int:
@@ -71,7 +102,7 @@ def request_demand(
     positions = len(one.prompt) + one.offset
     max_row_tokens, paged = max(one.max_slots, positions), isinstance(store, PagedStore)
     shares_again = rows == 1 or not paged or reads_in_chunks(traits, store)
-    rows *= 2 if is_guided else 1
+    rows = _num_fed_rows(one)
     if not paged:  # a recurrent state does not grow
         fixed_blocks += rows * (1 if traits.cache_type == "recurrent" else config.blocks_of(max_row_tokens))
     drafts = _most_drafts(one, config, rows)

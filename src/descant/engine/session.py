@@ -23,6 +23,7 @@ from descant.engine.planner import as_model
 from descant.engine.prefix_reuse import CachedPrefix, PrefixReuse
 from descant.engine.protocol import Engine
 from descant.engine.request import Request
+from descant.engine.request_demand import limit_forced_drafts
 from descant.engine.request_endings import RequestEndings
 from descant.engine.running_requests import RunningRequests
 from descant.engine.scheduled_requests import ScheduledRequests
@@ -175,7 +176,8 @@ class Session:
         """What the scheduler counts for a request: tokens, rows and blocks."""
         if self._scheduled is None:
             raise InputError("request", "has a demand only in a session with a scheduler", request)
-        placements = self._tables.place(self._admission.resolve([request], self.model.traits))
+        resolved = self._admission.resolve([request], self.model.traits)
+        placements = self._tables.place(limit_forced_drafts(resolved, self._scheduled.config))
         return self._scheduled.demands([0], placements, 0.0)[0]
 
     @single_entry
@@ -234,7 +236,7 @@ class Session:
         numbers: Sequence[int] | None = None,
     ) -> list[int]:
         """Let requests wait for the scheduler; return their ids."""
-        placements = self._tables.place(resolved)
+        placements = self._tables.place(limit_forced_drafts(resolved, scheduled.config))
         for placement in placements:
             placement.check()
         numbers = numbers or [next(self._request_ids) for _ in resolved]

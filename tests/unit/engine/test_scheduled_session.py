@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 
 from descant import (
     ConfigError,
@@ -20,6 +21,7 @@ from descant import (
     Tokens,
 )
 from descant.testing import outcomes, toy
+from tests.support.byte_tokenizer import TEXTS, tokenizer
 from tests.support.markov_model import Chain
 
 NEW = 6
@@ -349,3 +351,33 @@ def test_drafts_are_counted_by_the_room_of_their_row(model):
         ConfigError, match=r"`prompt_lookup_num_tokens` must be at most 15: .*got 38: lower it"
     ):
         session.admit(request(5, new=39, prompt_lookup_num_tokens=10**9))
+
+
+def test_a_recurrent_request_that_is_read_again_takes_a_block_for_each_row():
+    """A state does not grow, however long the rows are by then: beside guidance there are four of them."""
+    torch.manual_seed(0)
+    settings = transformers.MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2)
+    recurrent = transformers.MambaForCausalLM(settings).eval()
+    limits = SchedulerConfig(num_blocks=7, block_size=4, headroom=0.01, preemption="priority")
+    session = Session(recurrent, scheduler=limits)
+    sampled = {"do_sample": True, "seed": 1, "num_return_sequences": 2, "guidance_scale": 1.5}
+    given = [request(17, 9, priority=2, **sampled), request(16, 15), request(18, 4)]
+    numbers = list(session.admit(given[0]))
+    session.step()
+    numbers += session.admit(*given[1:])
+    found = ended(session)
+    assert session.report().preemptions > 0
+    assert [tokens(found[number]) for number in numbers] == [alone(recurrent, one) for one in given]
+
+
+@pytest.mark.parametrize("limit", [24, 4])
+def test_forced_tokens_are_fewer_where_a_step_has_no_room(limit):
+    """No field asks for drafts of a grammar, so none is refused because of their number."""
+    model, spec = toy(len(TEXTS)), {"regex": "[a-c]{3}: ship"}
+    fields = {"num_return_sequences": 3, "do_sample": True, "seed": 2, "grammar": spec}
+    config = GenerationConfig(max_new_tokens=16, eos_token_id=tokenizer().eos_token_id, **fields)
+    one = Request([5, 6, 7], config, tokenizer=tokenizer())
+    session = Session(model, scheduler=SchedulerConfig(max_step_tokens=limit))
+    number = session.admit(one)[0]
+    plain = outcomes(model, [one])[0].tokens
+    assert tokens(ended(session)[number]) == plain

@@ -84,7 +84,9 @@ class RequestEntry:
             if limit is not None and not self.request.chunkable and parked.tokens > limit:
                 must = f"must be at most max_step_tokens={limit} for a request that is read in one step"
                 raise InputError("parked.tokens", must, parked.tokens)
-            self.read_tokens, self.sure_blocks = parked.tokens, parked.blocks
+            # A cache that is not paged takes the blocks of its largest size at once, again too.
+            self.read_tokens = parked.tokens
+            self.sure_blocks = parked.blocks if self.request.paged else self.request.fixed_blocks
         elif not self.unread:
             must = f"must say what it takes to read request {self.request.number} again"
             raise InputError("parked", must, None)
