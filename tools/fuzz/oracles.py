@@ -18,7 +18,10 @@ __all__ = ["Difference", "Verdict", "judge"]
 
 
 # Fields of the errors for a request that a scheduler's limits refuse.
-_LIMITED = {"rows", "prompt_tokens", "step_tokens"}
+_LIMITED = {
+    *("rows", "prompt_tokens", "step_tokens"),
+    *("prompt_lookup_num_tokens", "suffix_lookup_num_tokens", "num_assistant_tokens", "assistant_model"),
+}
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,12 @@ from torch import Tensor
 import descant
 from descant import (
     AsyncEngine,
+    ConfigError,
     DescantError,
     Failed,
     Finished,
     Hypothesis,
+    InputError,
     Logprobs,
     PrefixCache,
     Recipe,
@@ -185,19 +187,12 @@ def _in_engine(case: Case, on: Subject, given: Mapping[str, Any]) -> list[Result
             try:
                 ended = handle.result()
             except DescantError as error:
-                result.error = error
+                # The engine admits in a thread: a refusal is the cause of the error that a request ends with.
+                is_refused = isinstance(error.__cause__, ConfigError | InputError)
+                result.error, result.is_refused = error.__cause__ if is_refused else error, is_refused
             else:
                 result.hypotheses, result.prompt_logprobs = ended.hypotheses, ended.prompt_logprobs
     return results
-
-
-def _drafts_too_many(on: Subject, ask: Ask, config: SchedulerConfig) -> bool:
-    """Whether a session refuses a request because a step has no room for its drafts."""
-    try:
-        Session(on.model, scheduler=config).demand(replace(ask, prompt_logprobs=None).request(on))
-    except DescantError as error:
-        return "max_step_tokens" in str(error)
-    return False
 
 
 def _scheduler(case: Case, on: Subject) -> SchedulerConfig | None:
@@ -205,8 +200,6 @@ def _scheduler(case: Case, on: Subject) -> SchedulerConfig | None:
     if case.scheduler is None:
         return None
     config = SchedulerConfig(**case.scheduler)
-    if config.max_step_tokens is not None and any(_drafts_too_many(on, ask, config) for ask in case.asks):
-        config = replace(config, max_step_tokens=None)
     if case.spare_blocks is None:
         return config
     session = Session(on.model, scheduler=replace(config, num_blocks=10**6))
