@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.detection.texts import Reader
+from descant.config.watermarking_config import BaseWatermarkingConfig
 from descant.decoding.watermark.detection import Detector
-from descant.decoding.watermark.scheme_factory import build_schemes
-from descant.decoding.watermark.schemes import BaseWatermarkingConfig
-from descant.decoding.watermark.scores import WatermarkScheme
+from descant.decoding.watermark.schemes import build_schemes
+from descant.decoding.watermark.statistics import WatermarkScheme
 
 __all__ = ["Score", "score_ids", "score_text"]
 

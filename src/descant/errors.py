@@ -25,7 +25,7 @@ DescantError (Exception)
 from __future__ import annotations
 
 import re
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
 
 __all__ = [
     "ChangedRecipe",
@@ -49,6 +49,7 @@ __all__ = [
     "UnsupportedModel",
     "UntrustedRecipe",
     "WorkerFailed",
+    "first_line",
     "format_bytes",
     "format_value",
     "printable",
@@ -108,7 +109,10 @@ class DescantError(Exception):
 
 
 class _FieldError(DescantError, ValueError):
-    """An error about a named value: "`field` must ..., got value: do this"."""
+    """An error about a named value: "`field` must ..., got value: do this".
+
+    `InputError("seed", must="must be an int", got=seed, do="leave it out")`: the parts, in one call.
+    """
 
     field: FieldNames
     must: str
@@ -320,3 +324,13 @@ class MissingExtra(DescantError, ImportError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._parts
+
+
+_MAX_CHARS: Final = 300
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, truncated to fit into one of ours."""
+    lines = str(error).strip().splitlines()
+    line = lines[0].rstrip(".: ") if lines else format_value(error)
+    return line if len(line) <= _MAX_CHARS else line[: _MAX_CHARS - 3] + "..."

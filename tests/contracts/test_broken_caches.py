@@ -13,18 +13,19 @@ import pytest
 import torch
 
 from descant.core.interfaces import VisibleSlots
-from descant.kv_cache import quantized, shared_prefix_attention
-from descant.kv_cache.block_pool import BlockPool
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.evicting import H2OStore, SnapKVStore
-from descant.kv_cache.offloaded import OffloadedStore
-from descant.kv_cache.paged import PagedStore
-from descant.kv_cache.quantized import QuantizedStore
-from descant.kv_cache.quantizers import Quanto
-from descant.kv_cache.sink import SinkStore
-from descant.kv_cache.sink_window import SinkWindowBlocks
-from descant.kv_cache.static import StaticStore
-from descant.kv_cache.window import WindowStore
+from descant.kv_cache.attention import shared_prefix_attention
+from descant.kv_cache.blocks.block_pool import BlockPool
+from descant.kv_cache.stores import quantized
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.evicting import H2OStore, SnapKVStore
+from descant.kv_cache.stores.offloaded import OffloadedStore
+from descant.kv_cache.stores.paged import PagedStore
+from descant.kv_cache.stores.quantized import QuantizedStore
+from descant.kv_cache.stores.quantizers import Quanto
+from descant.kv_cache.stores.sink import SinkStore
+from descant.kv_cache.stores.sink_window import SinkWindowBlocks
+from descant.kv_cache.stores.static import StaticStore
+from descant.kv_cache.stores.window import WindowStore
 from descant.testing import CacheTraits, ReferenceCache, check_cache
 from tests.contracts.stores import last, quietly, small, store
 
@@ -122,7 +123,7 @@ def borrowed(patch: Patch) -> None:
 
     def select(other: DenseStore, self: DenseStore, rows: torch.Tensor) -> DenseStore:
         if torch.equal(rows, torch.arange(len(self))):
-            other._keys, other._values = dict(self._keys), dict(self._values)
+            other._keys.update(self._keys), other._values.update(self._values)
         return other
 
     after(patch, DenseStore, "select", select)
@@ -248,7 +249,7 @@ def early_trim(patch: Patch) -> None:
     """A row is trimmed to its window, and what it may be cut to is gone."""
 
     def made(_: None, self: SinkWindowBlocks, *given: Any) -> None:
-        self._trimmed_size -= self._init_args[2]
+        self._trimmed_size -= self._settings[2]
 
     after(patch, SinkWindowBlocks, "__init__", made)
 
@@ -258,7 +259,9 @@ def no_sinks(patch: Patch) -> None:
     """The first positions are forgotten like all others."""
 
     def made(_: None, self: SinkStore, *given: Any) -> None:
-        self._blocks = SinkWindowBlocks(0, given[0] - 1, *self._init_args[3:])
+        settings = self._settings
+        SinkWindowBlocks.__init__(self, 0, given[0] - 1, *settings[3:])
+        self._settings = settings
 
     after(patch, SinkStore, "__init__", made)
 
@@ -321,9 +324,9 @@ def not_stowed(patch: Patch) -> None:
     """What is written is written only where the model is."""
     write = OffloadedStore._write
 
-    def broken(self: OffloadedStore, keys: Any, *rest: Any, **more: Any) -> None:
-        if all(keys is not block for block in self._keys.values()):
-            write(self, keys, *rest, **more)
+    def broken(self: OffloadedStore, layer: int, key: Any, value: Any, span: Any) -> None:
+        if span.is_first_write:
+            write(self, layer, key, value, span)
 
     patch.setattr(OffloadedStore, "_write", broken)
 

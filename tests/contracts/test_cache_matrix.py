@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from descant import ConfigError, GenerationConfig, Request
-from descant.kv_cache.quantizers import GroupCodec, QuantizedTensor
+from descant.kv_cache.stores.quantizers import GroupCodec, QuantizedTensor
 from descant.testing import Outcome, Schedule, check_admission, check_batch, compare, outcomes
 from tests.contracts import methods, speculation, subjects
 from tests.contracts.stores import small

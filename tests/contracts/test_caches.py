@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
 from descant.testing import check_cache, check_generation
 from tests.contracts.stores import ROUNDED_BY_HQQ, STORES, VARIANTS, small, store
 from tests.contracts.subjects import MODELS, mixed

@@ -6,13 +6,12 @@ import torch
 from descant import GenerationConfig
 from descant.core.records import Proposal
 from descant.core.sampling_noise import SamplingNoise
-from descant.decoding.speculative.draft_model import AssistantDrafter
-from descant.decoding.speculative.early_exit import EarlyExit
+from descant.decoding.speculative.draft_model import AssistantDrafter, EarlyExit
 from descant.decoding.speculative.prompt_lookup import PromptLookup
 from descant.decoding.speculative.suffix_lookup import SuffixLookup
-from descant.engine.planner import as_model
+from descant.engine.planning.planner import as_model
 from descant.engine.session import Request
-from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.stores.dense import DenseStore
 from descant.testing import check_drafter
 from tests.support import tiny_models
 

@@ -11,11 +11,11 @@ from descant import GenerationConfig, Request, Session
 from descant.core.context import PromptInfo, RowParams, columns_from_rows
 from descant.core.records import Context, ForwardOutput, Observation, Proposal, Selection
 from descant.core.rows import Rows
-from descant.decoding.processors import LogitsProcessor
-from descant.decoding.processors.pipeline import PROCESSOR_SPECS
+from descant.decoding.pipeline import PROCESSOR_SPECS
+from descant.decoding.processors.base import LogitsProcessor
 from descant.decoding.strategies.sampling import Sampling
-from descant.engine.planner import make_plan
-from descant.engine.strategy_group import StrategyGroup, as_stateful
+from descant.engine.planning.planner import make_plan
+from descant.engine.step.strategy_group import StrategyGroup, as_stateful
 from tests.support.markov_model import Chain
 
 VOCABULARY = 13

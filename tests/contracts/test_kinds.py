@@ -9,7 +9,7 @@ import torch
 
 from descant import GenerationConfig, Request
 from descant.api.inputs import prepare_prompts
-from descant.engine.model_factory import as_model
+from descant.engine.planning.model_factory import as_model
 from descant.testing import check_admission, check_batch
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject

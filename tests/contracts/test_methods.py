@@ -6,7 +6,7 @@ import pytest
 
 from descant import Failed, Finished, Session
 from descant.testing import check_admission, check_batch, check_seed, compare, failing_request, outcomes
-from descant.testing.admission_schedule import Schedule
+from descant.testing.outcome import Schedule
 from tests.contracts.methods import DECODER_ONLY, METHODS, SEEDED, mixed, of_method
 
 # Rotary positions, learned positions, and an encoder-decoder.

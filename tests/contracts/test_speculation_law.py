@@ -20,7 +20,7 @@ from descant import GenerationConfig
 from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.core.sampling_noise import SamplingNoise
-from descant.engine.strategy_group import StrategyGroup, _PendingState
+from descant.engine.step.strategy_group import StrategyGroup, _PendingState
 from tests.contracts.draws import BOUND, WINDOW, Drawn, drawn, exact, fits
 from tests.contracts.settings import EOS, PROMPT, VOCAB, Setting, network
 

@@ -10,7 +10,7 @@ import torch
 
 from descant import Failed, Finished, GenerationConfig, Request, RowError, Session
 from descant.testing import check_admission, check_batch, outcomes
-from descant.testing.admission_schedule import Schedule
+from descant.testing.outcome import Schedule
 from tests.contracts.configs import TEXTS, tokenizer
 from tests.contracts.speculation import DRAFTERS, FEW, few_words, near, request, texts
 from tests.support.tiny_models import prompts

@@ -13,7 +13,7 @@ from torch import Tensor
 import descant
 from descant import ConstraintError, NotEnoughMemory, NotInThisVersion, RowError
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.models.model_output import GenerateOutput
+from descant.models.compat.generate_outputs import GenerateOutput
 from tests.contracts.configs import HOPELESS, SAMPLING, Case, as_config
 from tests.contracts.promises import Promises, Violation, stopped, unmet
 from tests.support.tiny_models import Tiny

@@ -18,14 +18,14 @@ import descant
 from descant import GenerationConfig
 from descant.api.prefill import _digest
 from descant.decoding.processors.allowed_sequences import AllowedSequences, AllowedSequencesLogitsProcessor
-from descant.decoding.watermark.schemes.keys import new_settings, read_settings, write_settings
-from descant.models import loading
+from descant.decoding.watermark.keys import new_settings, read_settings, write_settings
 from descant.models.bayesian_detector import (
     BayesianDetectorConfig,
     BayesianDetectorModel,
     load_detector,
     save_detector,
 )
+from descant.models.loading import loading
 from descant.recipes import requirements
 from descant.recipes.loading import inspect_recipe, load_recipe
 from descant.recipes.lock import Lock, Pin

@@ -17,9 +17,9 @@ import descant
 from descant.api.prefill import _SAVABLE_STORES as SAVED
 from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits
-from descant.engine.cache_factory import CACHES, missing_requirement
-from descant.engine.cache_sizing import CacheCost, Workload, cache_cost, cache_request
-from descant.engine.planner import as_model
+from descant.engine.memory_check import CacheCost, Workload, cache_cost, cache_request
+from descant.engine.planning.cache_factory import CACHES, missing_requirement
+from descant.engine.planning.planner import as_model
 from descant.errors import format_bytes
 from descant.models.kv_shape import KVShape, kv_shape_of
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 import descant
 from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits
-from descant.engine.drafter_factory import DraftInputs
-from descant.engine.planner import drafter_spec, make_plan
+from descant.engine.planning.drafter_factory import DraftInputs, drafter_spec
+from descant.engine.planning.planner import make_plan
 from descant.errors import DescantError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "combinations.md"

@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from descant.config.generation_config import GenerationConfig
 from descant.config.grammar_spec import GrammarSpec
-from descant.decoding.watermark.schemes import as_watermarking_config
-from descant.decoding.watermark.schemes.keys import fingerprint as key_fingerprint
+from descant.config.watermarking_config import as_watermarking_config
+from descant.decoding.watermark.keys import fingerprint as key_fingerprint
 from descant.errors import DescantError
-from descant.models.fingerprint import fingerprint as model_fingerprint
+from descant.models.wrapping.fingerprint import fingerprint as model_fingerprint
 from descant.recipes.recipe import Recipe
 
 __all__ = ["GRAMMAR", "WATERMARK", "plain_grammar", "plain_watermark", "run_settings"]

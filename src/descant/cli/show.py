@@ -1,4 +1,4 @@
-"""`descant show`: draw a trace on the terminal or to a file."""
+"""`descant show` and `descant tree`: draw a trace on the terminal or to a file."""
 
 from __future__ import annotations
 
@@ -6,45 +6,20 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from descant.cli import terminal
 from descant.cli.command import Command
+from descant.cli.options import argument, option
 from descant.core.atomic_file import write_text
 from descant.errors import InputError, TraceError
 from descant.trace.pictures.selection import PICTURES
 from descant.trace.records import read_records
 from descant.trace.trace import Trace
 
-__all__ = [
-    "RequestOption",
-    "ShowTraceCommand",
-    "StepOption",
-    "SvgOption",
-    "TraceFileArgument",
-    "load_trace",
-    "reject_overwrite",
-    "terminal_options",
-    "write_output",
-]
+__all__ = ["ShowTraceCommand", "TreeCommand", "write_output"]
 
 STDIO = "-"
-
-TraceFileArgument = Annotated[
-    str, typer.Argument(metavar="FILE", help="A trace of `generate --trace`; - is standard input.")
-]
-RequestOption = Annotated[
-    int | None, typer.Option("--request", metavar="N", help="Which request of it (default: the first).")
-]
-StepOption = Annotated[
-    int | None, typer.Option("--step", metavar="N", help="As it was after this step (default: the last).")
-]
-SvgOption = Annotated[
-    str | None,
-    typer.Option("--svg", metavar="FILE", help="Write the picture as SVG there; - is standard output."),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,31 +29,16 @@ class ShowTraceCommand(Command):
     With a second trace it shows both side by side.
     """
 
-    file: TraceFileArgument
-    other: Annotated[
-        str | None, typer.Argument(metavar="OTHER", help="Another trace, to be shown beside the first.")
-    ] = None
-    picture: Annotated[
-        str | None,
-        typer.Option(
-            "--picture",
-            metavar=f"[{'|'.join(PICTURES)}]",
-            help="What to show (default: text, and of two traces beside).",
-        ),
-    ] = None
-    html: Annotated[
-        str | None,
-        typer.Option(
-            "--html", metavar="FILE", help="Write all pictures as one page there; - is standard output."
-        ),
-    ] = None
-    svg: SvgOption = None
-    request: RequestOption = None
-    sequence: Annotated[
-        int | None,
-        typer.Option("--sequence", metavar="N", help="Which of its sequences (default: 0, the best)."),
-    ] = None
-    step: StepOption = None
+    file: str = argument("FILE", "A trace of `generate --trace`; - is standard input.")
+    other: str | None = argument("OTHER", "Another trace, to be shown beside the first.", None)
+    picture: str | None = option(
+        "What to show (default: text, and of two traces beside).", metavar=f"[{'|'.join(PICTURES)}]"
+    )
+    html: str | None = option("Write all pictures as one page there; - is standard output.", metavar="FILE")
+    svg: str | None = option("Write the picture as SVG there; - is standard output.", metavar="FILE")
+    request: int | None = option("Which request of it (default: the first).", metavar="N")
+    sequence: int | None = option("Which of its sequences (default: 0, the best).", metavar="N")
+    step: int | None = option("As it was after this step (default: the last).", metavar="N")
 
     def run(self) -> int:
         """Draw the picture."""
@@ -158,3 +118,25 @@ def reject_overwrite(target: str | None, source: str | None, name: str) -> None:
     with suppress(OSError):
         if Path(str(target)).samefile(str(source)):
             raise InputError(name, "must be another file than the trace", target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeCommand(Command):
+    """Show the tree of a trace: all hypotheses with scores, dropped and returned ones."""
+
+    file: str = argument("FILE", "A trace of `generate --trace`; - is standard input.")
+    svg: str | None = option("Write the picture as SVG there; - is standard output.", metavar="FILE")
+    request: int | None = option("Which request of it (default: the first).", metavar="N")
+    step: int | None = option("As it was after this step (default: the last).", metavar="N")
+
+    def run(self) -> int:
+        """Draw the tree."""
+        reject_overwrite(self.svg, self.file, "svg")
+        trace = load_trace(self.file)
+        if self.svg is not None:
+            write_output(trace.svg("tree", request=self.request, step=self.step), self.svg, "svg")
+        else:
+            terminal.write(
+                trace.text("tree", request=self.request, step=self.step, **terminal_options()) + "\n"
+            )
+        return 0

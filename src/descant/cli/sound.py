@@ -1,22 +1,41 @@
-"""`descant generate --out`: the sound of one prompt as a WAV file."""
+"""`descant generate --out`: the sound of one prompt as a WAV file of 16-bit PCM."""
 
 from __future__ import annotations
 
+import io
+import wave
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from torch import Tensor
+
 from descant.api.generate import generate
 from descant.cli import terminal
-from descant.cli.default_length import LENGTH_FIELDS
-from descant.cli.wav_file import wav_bytes
+from descant.cli.text_output import LENGTH_FIELDS
 from descant.config.generation_config import DEFAULT_NEW_TOKENS, GenerationConfig
 from descant.core.atomic_file import require_writable, write_bytes
 from descant.errors import ConfigError, InputError, UnsupportedModel
-from descant.models.loading import load_sound
+from descant.models.loading.loading import load_sound
 
-__all__ = ["SoundJob"]
+__all__ = ["SoundJob", "wav_bytes"]
+
+_SAMPLE_BYTES: Final = 2
+_LARGEST: Final = 2 ** (8 * _SAMPLE_BYTES - 1) - 1
+
+
+def wav_bytes(samples: Tensor, sampling_rate: int) -> bytes:
+    """A WAV file of samples [channels, T], clipped to [-1, 1]."""
+    levels = (samples.float().clamp(-1, 1) * _LARGEST).round().short()
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setnchannels(len(samples))
+        written.setsampwidth(_SAMPLE_BYTES)
+        written.setframerate(sampling_rate)
+        written.writeframes(levels.T.contiguous().numpy().tobytes())  # the channels of a sample side by side
+    return file.getvalue()
+
 
 _CHANNELS: Final = {1: "mono", 2: "stereo"}
 

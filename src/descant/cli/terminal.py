@@ -1,11 +1,11 @@
-"""Terminal output: results on standard output, messages on standard error."""
+"""Terminal output and exit codes: results on standard output, messages on standard error."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from unicodedata import category
 
 from descant.tokenization.display import RunningText, is_hidden
@@ -13,7 +13,12 @@ from descant.tokenization.display import RunningText, is_hidden
 if TYPE_CHECKING:
     from rich.console import Console
 
+
 __all__ = [
+    "BROKEN_PIPE",
+    "FAILURE",
+    "INTERRUPTED",
+    "USAGE",
     "UntrustedText",
     "console",
     "escape_control",
@@ -108,3 +113,9 @@ def mute_stdout() -> None:
         os.close(devnull)
     except (OSError, ValueError):  # standard output is not a system file: nothing to redirect
         return
+
+
+FAILURE: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130  # as of shells for the signal
+BROKEN_PIPE: Final = 141

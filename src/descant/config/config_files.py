@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from descant.config import hub
+from descant.config.fields import RedactedMap
 from descant.errors import InputError, format_value
 
-__all__ = ["FILE_NAME", "LEGACY_FILE_NAME", "load_from_folder", "load_from_hub", "validate_file_name"]
+__all__ = [
+    "FILE_NAME",
+    "LEGACY_FILE_NAME",
+    "format_config",
+    "load_from_folder",
+    "load_from_hub",
+    "validate_file_name",
+]
 
 FILE_NAME: Final = "generation_config.json"
 LEGACY_FILE_NAME: Final = "config.json"  # used where a model has no generation_config.json
@@ -95,3 +103,24 @@ def _parse_json(data: bytes, name: str, source: str) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise error_for("a JSON file with an object at the top level")
     return content
+
+
+def format_config(values: Mapping[str, Any]) -> str:
+    """Values as indented JSON, sorted by name; keys of watermarks are hidden, objects are shown by repr."""
+    # The order of a schema's properties decides the text.
+    shown = {name: _to_json(values[name], keep_order=name == "grammar") for name in sorted(values)}
+    return json.dumps(shown, indent=2, default=repr) + "\n"
+
+
+def _to_json(value: Any, keep_order: bool) -> Any:
+    if hasattr(value, "to_dict"):  # a documented class of settings
+        value = RedactedMap(value.to_dict()).without_secrets()
+    if isinstance(value, Mapping):
+        items = {
+            key if isinstance(key, str) else str(key): _to_json(item, keep_order)
+            for key, item in value.items()
+        }
+        return items if keep_order else dict(sorted(items.items()))
+    if isinstance(value, list | tuple):
+        return [_to_json(item, keep_order) for item in value]
+    return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, dataclass_transform
 
 from descant.errors import ConfigError
 
@@ -21,6 +21,7 @@ __all__ = [
     "FrozenMap",
     "NoOffValue",
     "RedactedMap",
+    "StoredParameters",
     "field",
     "freeze",
     "thaw",
@@ -117,7 +118,7 @@ class Field:
     doc: str
     off: Any
     name: str = ""
-    unsupported: bool = False
+    is_drafter: bool = False  # its value selects what drafts tokens
 
     @property
     def type(self) -> str:
@@ -145,6 +146,51 @@ class Field:
         return type(value) if self.kind.is_secret else value
 
 
-def field(*, default: Any, kind: FieldType, group: str, doc: str, off: Any = None) -> Any:
+def field(
+    *, default: Any, kind: FieldType, group: str, doc: str, off: Any = None, is_drafter: bool = False
+) -> Any:
     """Declare a field of a config class. `off` is the value that None stands for; unset, the default."""
-    return Field(kind, default, group, doc, default if off is None else off)
+    return Field(kind, default, group, doc, default if off is None else off, is_drafter=is_drafter)
+
+
+EMPTY_MAP: Final = FrozenMap()
+
+
+class ParameterStorage:
+    """Slots of a config: the given values, the source of each, unknown entries, and values set aside."""
+
+    __slots__ = ("__weakref__", "_extra", "_sources", "_unused", "_values")
+    _values: dict[str, Any]
+    _sources: dict[str, str]
+    _extra: FrozenMap
+    _unused: FrozenMap
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+class StoredParameters(ParameterStorage):
+    """Base of `Parameters`; type checkers see the declared fields as keyword-only."""
+
+    __slots__ = ()
+
+    def __init__(self, **given: Any) -> None:
+        self._set_state(self._parse_given(given), {})
+        self.__post_init__()
+
+    def _parse_given(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The stored values of the constructor's arguments."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        """Validation hook of a subclass, called once the values are set."""
+
+    def _set_state(
+        self,
+        values: dict[str, Any],
+        sources: dict[str, str],
+        extra: FrozenMap = EMPTY_MAP,
+        unused: FrozenMap = EMPTY_MAP,
+    ) -> None:
+        object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_sources", sources)
+        object.__setattr__(self, "_extra", extra)
+        object.__setattr__(self, "_unused", unused)

@@ -29,30 +29,27 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, overload
 
 from descant.config import hub
 from descant.config.cache_config import CacheConfig
-from descant.config.config_entries import (
-    LEGACY_FIELDS,
-    SPECIAL_TOKEN_FIELDS,
-    as_mapping,
-    freeze_extra,
-    parse_entries,
-)
 from descant.config.config_files import (
     LEGACY_FILE_NAME,
+    format_config,
     load_from_folder,
     load_from_hub,
     validate_file_name,
 )
-from descant.config.config_text import format_config
 from descant.config.explainer import EXPLAINER
 from descant.config.fields import Field, FrozenMap, RedactedMap, thaw
-from descant.config.generation_mode import GenerationMode, select_mode
 from descant.config.parameters import DEFAULT_NEW_TOKENS, GROUPS, STEP_OUTPUT_FIELDS, Parameters
 from descant.config.registry import (
     FIELDS,
-    UNSUPPORTED,
-    UnsupportedField,
+    LEGACY_FIELDS,
+    SPECIAL_TOKEN_FIELDS,
+    GenerationMode,
+    as_mapping,
     expand_kwargs,
+    freeze_extra,
+    parse_entries,
     parse_fields,
+    select_mode,
     unknown_field_error,
 )
 from descant.config.validation import (
@@ -60,7 +57,6 @@ from descant.config.validation import (
     validate_compatibility,
     validate_consistency,
     validate_merged,
-    validate_supported,
 )
 from descant.core.atomic_file import write_text
 from descant.errors import ConfigError, InputError
@@ -70,10 +66,8 @@ __all__ = [
     "FIELDS",
     "GROUPS",
     "STEP_OUTPUT_FIELDS",
-    "UNSUPPORTED",
     "Field",
     "GenerationConfig",
-    "UnsupportedField",
 ]
 
 
@@ -91,7 +85,6 @@ class GenerationConfig(Parameters):
         return parse_fields(_rename_pad_token(given))
 
     def __post_init__(self) -> None:
-        validate_supported(self._values)
         validate_consistency(self._values)
 
     # -- given values and their sources
@@ -138,7 +131,6 @@ class GenerationConfig(Parameters):
     def _changed(self, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         """The values, and their sources, after some changes."""
         new = parse_fields(changes)
-        validate_supported(new)
         values = {**{name: value for name, value in self._values.items() if name not in changes}, **new}
         validate_consistency(values)
         return values, {name: level for name, level in self._sources.items() if name not in changes}
@@ -202,7 +194,6 @@ class GenerationConfig(Parameters):
             sources.update(dict.fromkeys(given, level))
             extra.update(config._extra)
         unused = drop_unused(values, sources, lenient=lenient)
-        validate_supported(values, sources)
         validate_consistency(values, sources)
         validate_compatibility(values, sources)
         validate_merged(values, sources, has_strategy=has_strategy)
@@ -253,7 +244,6 @@ class GenerationConfig(Parameters):
             unused = {name: value for name, value in overrides.items() if name not in FIELDS}
             overrides = {name: value for name, value in overrides.items() if name in FIELDS}
         changes = parse_fields(overrides)
-        validate_supported(changes)
         values, extra = parse_entries(as_mapping(data, "data"), skip=overrides.keys())
         config = cls._make({**values, **changes}, {}, extra)
         return (config, unused) if return_unused_kwargs else config

@@ -8,10 +8,9 @@ from typing import Any, Final
 from descant.config import field_types as types
 from descant.config.cache_config import CacheConfig, as_cache_config
 from descant.config.compile_config import CompileConfig
-from descant.config.fields import FrozenMap, NoOffValue, field
+from descant.config.field_types import MAX_PHRASE_BYTES, MAX_PHRASES, MAX_STOP_TOKENS
+from descant.config.fields import FrozenMap, NoOffValue, StoredParameters, field
 from descant.config.grammar_spec import grammar_spec
-from descant.config.limits import MAX_PHRASE_BYTES, MAX_PHRASES, MAX_STOP_TOKENS
-from descant.config.storage import StoredParameters
 from descant.config.watermarking_config import BaseWatermarkingConfig, as_watermarking_config
 
 __all__ = ["CACHE_IMPLEMENTATIONS", "DEFAULT_NEW_TOKENS", "GROUPS", "STEP_OUTPUT_FIELDS", "Parameters"]
@@ -337,20 +336,20 @@ class Parameters(StoredParameters):
         default=0.4, off=NoOffValue, kind=types.real(0.0, 1.0), group="speculation",
         doc="The draft model stops drafting below this confidence.")
     prompt_lookup_num_tokens: int | None = field(
-        default=None, kind=types.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation", is_drafter=True,
         doc="Draft up to this many tokens by copying what followed the same n-gram before.")
     max_matching_ngram_size: int | None = field(
         default=None, kind=types.integer(1), group="speculation",
         doc="Longest n-gram that prompt lookup matches; 2 if unset.")
     suffix_lookup_num_tokens: int | None = field(
-        default=None, kind=types.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation", is_drafter=True,
         doc="Draft up to this many tokens by copying what followed the longest repeated suffix.")
     suffix_lookup_shared: bool = field(
         default=False, kind=types.flag(), group="speculation",
         doc="Also look up suffixes in the outputs of earlier requests with the same salt. The acceptance of "
         "drafts then depends on those requests, which is a side channel.")
     assistant_early_exit: int | None = field(
-        default=None, kind=types.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation", is_drafter=True,
         doc="Draft with the model's own first layers, up to this one.")
     assistant_lookbehind: int = field(
         default=10, off=NoOffValue, kind=types.integer(1), group="speculation",

@@ -1,10 +1,8 @@
 """Writing of whole files: a reader finds the old content or the new one, also after a writer was killed.
 
-The content goes into a file without a name (`O_TMPFILE`), is flushed to the disk, and then gets its name in
-one step, so a killed process leaves nothing. Where a file is replaced, and on file systems without nameless
-files, the content has a random temporary name in the same folder for a moment. Its writer holds a lock on it:
-the next write of the same file removes what dead writers left. Two writers of one file do not disturb each
-other, and the last one wins.
+The content goes into a file of a random temporary name in the same folder, is flushed to the disk, and is
+renamed. Its writer holds a lock on it: the next write of the same file removes what dead writers left. Two
+writers of one file do not disturb each other, and the last one wins.
 
 - A symbolic link stays, and the file that it points to is replaced. A temporary name is never followed.
 - The permissions of a replaced file stay, unless it is `private`. A hard link keeps the old content.
@@ -22,12 +20,10 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final
 
 __all__ = [
-    "PendingFile",
     "create_folder",
     "lock_file",
     "remove_leftovers",
@@ -35,7 +31,6 @@ __all__ = [
     "write_bytes",
     "write_files",
     "write_new",
-    "write_pending",
     "write_text",
 ]
 
@@ -44,19 +39,7 @@ StrPath = str | os.PathLike[str]
 _OWNER_ONLY, _DEFAULT_MODE = 0o600, 0o666  # the second is narrowed by the umask
 _SUFFIX: Final = ".descant-part"
 _NOFOLLOW: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_O_TMPFILE: Final[int] = getattr(os, "O_TMPFILE", 0)
-# What open(2) answers where a file system or kernel has no nameless files.
-_NO_TMPFILE: Final = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL, errno.ENOSYS})
 _STREAM_PATHS: Final = ("/dev/fd/", "/dev/std", "/proc/")  # names of open descriptors
-
-
-@dataclass
-class PendingFile:
-    """A file that is being written and does not have its final name yet."""
-
-    file: BinaryIO
-    path: str  # a path of it, also where it has no name in the folder
-    temporary: str | None = None  # its name in the folder; None: it has none
 
 
 def write_text(path: StrPath, text: str, *, private: bool = False) -> None:
@@ -66,8 +49,14 @@ def write_text(path: StrPath, text: str, *, private: bool = False) -> None:
 
 def write_bytes(path: StrPath, data: bytes, *, private: bool = False, exclusive: bool = False) -> None:
     """Write a file, whole or not at all; `exclusive`: raise FileExistsError if the name is taken."""
-    with write_pending(path, private=private, exclusive=exclusive) as pending:
-        pending.file.write(data)
+    if not exclusive and _is_stream(path):
+        with open(path, "ab") as file:  # standard output may be a file that has lines already
+            file.write(data)
+        return
+    target = _resolve(path, exclusive)
+    remove_leftovers(*os.path.split(target))
+    with _written(target, data, _mode_of(target, private)) as temporary:
+        _publish(temporary, target, exclusive)
 
 
 def write_new(path: StrPath, data: bytes) -> None:
@@ -75,46 +64,22 @@ def write_new(path: StrPath, data: bytes) -> None:
 
     What dead writers left stays: to find it, each write would list the folder. `remove_leftovers` does.
     """
-    folder, name = os.path.split(_resolve(path, exclusive=False))
-    with _filled(folder, name, data) as pending:
-        _publish(pending, os.path.join(folder, name), exclusive=False)
-    _sync_folder(folder)
-
-
-def remove_leftovers(folder: StrPath) -> None:
-    """Remove the temporary files of a folder whose writers have ended."""
-    _remove_matching(os.fspath(folder), re.compile(rf"\..*\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}"))
-
-
-@contextlib.contextmanager
-def write_pending(path: StrPath, *, private: bool = False, exclusive: bool = False) -> Iterator[PendingFile]:
-    """A file to write into, which gets its name at the end of the block; an error changes nothing."""
-    if not exclusive and _is_stream(path):
-        with open(path, "ab") as file:  # standard output may be a file that has lines already
-            yield PendingFile(file, os.fspath(path))
-        return
-    target = _resolve(path, exclusive)
-    folder, name = os.path.split(target)
-    _remove_leftovers(folder, name)
-    with _open_pending(folder, name, _mode_of(target, private)) as pending:
-        yield pending
-        _flush(pending.file)
-        _publish(pending, target, exclusive)
-    _sync_folder(folder)
+    target = _resolve(path, exclusive=False)
+    with _written(target, data, None) as temporary:
+        _publish(temporary, target)
 
 
 def write_files(folder: StrPath, contents: Mapping[str, bytes], *, private: bool = False) -> None:
     """Write files of a folder that belong together: all are complete before the first gets its name."""
-    target = os.path.realpath(folder)
+    targets = {name: os.path.join(os.path.realpath(folder), name) for name in contents}
     with contextlib.ExitStack() as stack:
-        opened = []
-        for name, data in contents.items():
-            _remove_leftovers(target, name)
-            path = os.path.join(target, name)
-            opened.append((stack.enter_context(_filled(target, name, data, _mode_of(path, private))), path))
-        for pending, path in opened:
-            _publish(pending, path, exclusive=False)
-    _sync_folder(target)
+        temporaries = {}
+        for name, target in targets.items():
+            remove_leftovers(*os.path.split(target))
+            written = _written(target, contents[name], _mode_of(target, private))
+            temporaries[stack.enter_context(written)] = target
+        for temporary, target in temporaries.items():
+            _publish(temporary, target)
 
 
 def create_folder(path: Path, contents: Mapping[str, str]) -> None:
@@ -122,47 +87,40 @@ def create_folder(path: Path, contents: Mapping[str, str]) -> None:
     parent, name = os.path.split(os.path.abspath(path))
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-    _remove_leftovers(parent, name)
-    temporary = Path(parent) / _temporary_name(name)
-    with contextlib.ExitStack() as stack:
-        pending = {
-            file: stack.enter_context(_filled(parent, name, text.encode("utf-8")))
-            for file, text in contents.items()
-        }
-        # From here to the renaming only names are made, which takes an instant.
-        os.mkdir(temporary)
-        try:
-            with _locked_folder(temporary):
-                for file, one in pending.items():
-                    (temporary / file).parent.mkdir(parents=True, exist_ok=True)
-                    _publish(one, str(temporary / file), exclusive=True)
-                _rename_new(temporary, path)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    remove_leftovers(parent, name)
+    temporary = Path(parent, _temporary_name(name))
+    temporary.mkdir()
+    descriptor = None
+    try:
+        with contextlib.suppress(OSError):  # some systems do not open folders
+            descriptor = os.open(temporary, os.O_RDONLY | _NOFOLLOW)
+            lock_file(descriptor)
+        for file, text in contents.items():
+            (temporary / file).parent.mkdir(parents=True, exist_ok=True)
+            write_text(temporary / file, text)
+        _rename_new(temporary, path)
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+        shutil.rmtree(temporary, ignore_errors=True)
     _sync_folder(parent)
 
 
 def require_writable(path: StrPath) -> None:
     """Raise OSError if a file cannot be written; neither creates nor changes it."""
-    if _is_stream(path):
-        if os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if not os.access(path, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
-        return
-    folder, name = os.path.split(_resolve(path, exclusive=False))
-    with _open_pending(folder, name, _OWNER_ONLY):
-        return
+    if not _is_stream(path):
+        with _opened(_resolve(path, exclusive=False), _OWNER_ONLY):
+            return
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
 
 
-def _remove_leftovers(folder: str, name: str) -> None:
-    """Remove the temporary files of one name whose writers have ended."""
-    _remove_matching(folder, re.compile(rf"\.{re.escape(_stem(name))}\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}"))
-
-
-def _remove_matching(folder: str, pattern: re.Pattern[str]) -> None:
-    """Remove the entries of a folder whose names match and whose writers have ended."""
+def remove_leftovers(folder: StrPath, name: str | None = None) -> None:
+    """Remove the temporary files of a folder whose writers have ended; `name`: those of one file."""
+    stem = ".*" if name is None else re.escape(_stem(name))
+    pattern = re.compile(rf"\.{stem}\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
     try:
         with os.scandir(folder) as entries:
             found = [entry.path for entry in entries if pattern.fullmatch(entry.name)]
@@ -229,87 +187,47 @@ def _mode_of(target: str, private: bool) -> int | None:
 
 
 @contextlib.contextmanager
-def _open_pending(folder: str, name: str, mode: int | None) -> Iterator[PendingFile]:
-    """An empty file in a folder, without a name where the system can; without one at the end in any case."""
-    pending = _open_nameless(folder) or _open_named(folder, name, mode)
-    try:
-        if mode is not None and hasattr(os, "fchmod"):
-            os.fchmod(pending.file.fileno(), mode)
-        yield pending
-    finally:
-        if pending.temporary is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(pending.temporary)
-        pending.file.close()
-
-
-@contextlib.contextmanager
-def _filled(folder: str, name: str, data: bytes, mode: int | None = None) -> Iterator[PendingFile]:
-    """A complete file that does not have its name yet."""
-    with _open_pending(folder, name, mode) as pending:
-        pending.file.write(data)
-        _flush(pending.file)
-        yield pending
-
-
-def _open_nameless(folder: str) -> PendingFile | None:
-    if not _O_TMPFILE:
-        return None
-    try:
-        descriptor = os.open(folder, os.O_RDWR | _O_TMPFILE | _NOFOLLOW, _DEFAULT_MODE)
-    except OSError as error:
-        if error.errno in _NO_TMPFILE:
-            return None
-        raise
-    path = f"/proc/self/fd/{descriptor}"
-    if not os.path.exists(path):  # without /proc it could not get a name
-        os.close(descriptor)
-        return None
-    lock_file(descriptor)
-    return PendingFile(os.fdopen(descriptor, "w+b"), path)
-
-
-def _open_named(folder: str, name: str, mode: int | None) -> PendingFile:
+def _opened(target: str, mode: int | None) -> Iterator[tuple[BinaryIO, str]]:
+    """A locked file beside the target with its temporary name, which is free again at the end."""
+    folder, name = os.path.split(target)
     while True:
         path = os.path.join(folder, _temporary_name(name))
         created = _DEFAULT_MODE if mode is None else _OWNER_ONLY
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, created)
         # Another writer may take it for a leftover before it is locked, and holds the lock or has removed it.
         if lock_file(descriptor) is not False and os.fstat(descriptor).st_nlink:
-            return PendingFile(os.fdopen(descriptor, "w+b"), path, path)
+            break
         os.close(descriptor)
-
-
-def _publish(pending: PendingFile, target: str, exclusive: bool) -> None:
-    """Give a complete file its final name."""
-    if pending.temporary is None:
-        # A new name needs no temporary one. A link to an existing name fails and changes nothing.
-        try:
-            _link(pending.path, target)
-            return
-        except FileExistsError:
-            if exclusive:
-                raise
-        folder, name = os.path.split(target)
-        pending.temporary = os.path.join(folder, _temporary_name(name))
-        _link(pending.path, pending.temporary)
-    elif exclusive:
-        os.link(pending.temporary, target)
-        return
-    if os.name == "nt":
-        pending.file.close()  # an open file cannot be renamed there
-    os.replace(pending.temporary, target)
-    pending.temporary = None
-
-
-def _link(source: str, target: str) -> None:
-    """Name a nameless file by its entry in /proc."""
-    folder = os.open(os.path.dirname(target), os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
-        # A folder descriptor makes Python call linkat(2), which follows the entry; link(2) would not.
-        os.link(source, os.path.basename(target), dst_dir_fd=folder, follow_symlinks=True)
+        with os.fdopen(descriptor, "w+b") as file:
+            if mode is not None and hasattr(os, "fchmod"):
+                os.fchmod(descriptor, mode)
+            yield file, path
     finally:
-        os.close(folder)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+@contextlib.contextmanager
+def _written(target: str, data: bytes, mode: int | None) -> Iterator[str]:
+    """The temporary name of a complete file beside the target; its renaming is flushed at the end."""
+    with _opened(target, mode) as (file, path):
+        file.write(data)
+        _flush(file)
+        if os.name == "nt":
+            file.close()  # an open file cannot be renamed there
+        yield path
+    _sync_folder(os.path.dirname(target))
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _publish(temporary: str, target: str, exclusive: bool = False) -> None:
+    """Give a complete file its final name."""
+    (os.link if exclusive else os.replace)(temporary, target)
 
 
 def _rename_new(temporary: Path, target: Path) -> None:
@@ -322,21 +240,6 @@ def _rename_new(temporary: Path, target: Path) -> None:
         raise error from None
 
 
-@contextlib.contextmanager
-def _locked_folder(path: Path) -> Iterator[None]:
-    """Hold the lock of a folder, where the system has such locks."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | _NOFOLLOW)
-    except OSError:
-        yield
-        return
-    try:
-        lock_file(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _temporary_name(name: str) -> str:
     return f".{_stem(name)}.{secrets.token_hex(16)}{_SUFFIX}"
 
@@ -344,11 +247,6 @@ def _temporary_name(name: str) -> str:
 def _stem(name: str) -> str:
     """The start of a name, so that a temporary name is not longer than file systems allow."""
     return name.encode("utf-8", "surrogateescape")[:120].decode("utf-8", "ignore")
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _sync_folder(folder: str) -> None:

@@ -19,7 +19,6 @@ __all__ = [
     "ReadableCache",
     "RowCache",
     "SelectableCache",
-    "SizedCache",
     "StateCache",
     "TransactionalCache",
     "VisibleSlots",
@@ -118,16 +117,6 @@ class SelectableCache(RowCache, Protocol):
 
 
 @runtime_checkable
-class SizedCache(Protocol):
-    """A cache that knows its size."""
-
-    @property
-    def nbytes(self) -> int:
-        """Allocated bytes."""
-        ...
-
-
-@runtime_checkable
 class ReadableCache(Protocol):
     """Keys and values that can be read by position, and so copied to a cache of any type."""
 
@@ -137,7 +126,7 @@ class ReadableCache(Protocol):
         ...
 
     @property
-    def lossless(self) -> bool:
+    def exact_reads(self) -> bool:
         """Whether `read` returns keys and values exactly as they were written."""
         ...
 
@@ -157,8 +146,13 @@ class ReadableCache(Protocol):
 
 
 @runtime_checkable
-class KVCache(SelectableCache, ReadableCache, SizedCache, Protocol):
+class KVCache(SelectableCache, ReadableCache, Protocol):
     """A cache of keys and values, slot by slot."""
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes."""
+        ...
 
     def update(self, layer: int, key: Tensor, value: Tensor, span: KVSpan) -> tuple[Tensor, Tensor]:
         """Write [N, H, T, D] at the span; return the keys and values [N, H, S, D] of its rows."""

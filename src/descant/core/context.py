@@ -2,21 +2,222 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from descant.core.counter_rng import uniform
-from descant.core.row_params import ObjectArray, ParamValues, RowParams, columns_from_rows, row_params
-from descant.core.rows import Column, Rows, index_rows, new_rows_column
+from descant.core.rows import Column, Rows, concat_padded, index_rows, new_rows_column, pad_right
 from descant.tokenization.token_healing import HealedSuffix
 
-__all__ = ["Context", "ParamValues", "PromptInfo", "RowParams", "columns_from_rows", "row_params"]
+__all__ = [
+    "UINT32_MASK",
+    "Context",
+    "ObjectArray",
+    "ParamValues",
+    "Processor",
+    "PromptInfo",
+    "RowParams",
+    "StateValue",
+    "StatefulProcessor",
+    "columns_from_rows",
+    "counter_bits",
+    "murmur_mix",
+    "row_params",
+    "uniform",
+]
+
+ObjectArray = np.ndarray[Any, np.dtype[Any]]  # [R] of Python objects, None where a row has none
+ParamValues = Mapping[str, "Tensor | ObjectArray"]
+_KNOWN_TYPES = {int: int, bool: int, float: float, list: list}
+
+
+@dataclass(frozen=True)
+class RowParams:
+    """The column of parameters: `values[name]` is [R], [R, W] or [R, K, W] (host), equal within a request.
+
+    It holds the parameters that any row uses; a row that does not use one has -1, or None for an object.
+    """
+
+    values: ParamValues
+    is_per_request: bool = True
+
+    def __getitem__(self, name: str) -> Tensor:
+        value = self.values[name]
+        assert isinstance(value, Tensor)
+        return value
+
+    def __len__(self) -> int:
+        return len(next(iter(self.values.values())))
+
+    def take(self, parents: Tensor) -> Self:
+        """The parameters of the new rows."""
+        return type(self)(_TakenValues(self.values, parents.numpy()))
+
+    def extend(self, rows: int) -> Self:
+        """These rows' parameters, followed by rows that use none."""
+        return type(self)(_TakenValues(self.values, np.append(np.arange(len(self)), np.full(rows, -1))))
+
+    def cat(self, other: Self) -> Self:
+        """These rows' parameters, followed by another table's."""
+        first, second = dict(self.values), dict(other.values)
+        if first.keys() != second.keys():
+            first = {**first, **_missing_values(second, first, len(self))}
+            second = {**second, **_missing_values(first, second, len(other))}
+        return type(self)({name: _concat_values(value, second[name]) for name, value in first.items()})
+
+
+class _TakenValues(Mapping[str, "Tensor | ObjectArray"]):
+    """Parameters of some rows of a table, each column taken on first use: a step reads few of them.
+
+    The index -1 stands for a row that uses no parameter.
+    """
+
+    def __init__(self, source: ParamValues, index: ObjectArray) -> None:
+        self.source: ParamValues = source
+        self.index: ObjectArray = index
+        if isinstance(source, _TakenValues):
+            self.source, self.index = source.source, np.where(index < 0, -1, source.index[index])
+        self._taken: dict[str, Tensor | ObjectArray] = {}
+
+    def __getitem__(self, name: str) -> Tensor | ObjectArray:
+        taken = self._taken.get(name)
+        if taken is None:
+            value = self.source[name]
+            # Numpy: torch takes twice as long to index a short column.
+            array = (value.numpy() if isinstance(value, Tensor) else value)[self.index]
+            array[self.index < 0] = -1 if isinstance(value, Tensor) else None
+            taken = self._taken[name] = torch.from_numpy(array) if isinstance(value, Tensor) else array
+        return taken
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+def row_params(rows: Rows) -> RowParams:
+    """The parameters of a table."""
+    params = rows.columns["params"]
+    assert isinstance(params, RowParams)
+    return params
+
+
+def columns_from_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | ObjectArray]:
+    """The parameters of rows as columns: numbers [R], lists [R, W] or [R, K, W] padded with -1."""
+    names = rows[0] if len(rows) == 1 else dict.fromkeys(name for row in rows for name in row)
+    columns: dict[str, Tensor | ObjectArray | None] = dict.fromkeys(names)  # in the order of the names
+    numbers: dict[type, dict[str, list[Any]]] = {int: {}, float: {}}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        of_kind = numbers.get(_value_type(values))
+        if of_kind is None:
+            columns[name] = _make_column(values)
+        else:
+            of_kind[name] = [-1 if value is None else value for value in values] if None in values else values
+    # One tensor for all numbers of a type, of which each column is a line: calls into torch dominate here.
+    for kind, dtype in ((int, torch.long), (float, torch.float64)):
+        lines = torch.tensor(list(numbers[kind].values()), dtype=dtype)
+        columns.update(zip(numbers[kind], lines.unbind(0), strict=True))
+    return cast("dict[str, Tensor | ObjectArray]", columns)
+
+
+def _concat_values(first: Tensor | ObjectArray, second: Tensor | ObjectArray) -> Tensor | ObjectArray:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return concat_padded(first, second)
+    return np.concatenate((first, second))
+
+
+def _missing_values(source: ParamValues, target: ParamValues, count: int) -> dict[str, Tensor | ObjectArray]:
+    """The values of `count` rows for the parameters of `source` that `target` does not have."""
+    return {
+        name: value.new_full((count, *value.shape[1:]), -1)
+        if isinstance(value, Tensor)
+        else np.full(count, None)
+        for name, value in source.items()
+        if name not in target
+    }
+
+
+def _value_type(values: Sequence[Any]) -> type:
+    """The type of a parameter: int (also for bools), float, list or object."""
+    first = values[0]
+    if type(first) in _KNOWN_TYPES:  # nearly always
+        return _KNOWN_TYPES[type(first)]
+    first = next(value for value in values if value is not None)
+    return next((kind for kind in (float, int, list) if isinstance(first, kind)), object)
+
+
+def _make_column(values: Sequence[Any]) -> Tensor | ObjectArray:
+    """The column of a parameter that is no number; None where a row does not use it."""
+    first = next(value for value in values if value is not None)
+    if isinstance(first, list):
+        if len(values) == 1 and all(type(part) is int for part in first):
+            return torch.tensor([first or [-1]], dtype=torch.long)
+        if all(value is first or value == first for value in values):  # most often one config for all
+            block = _stack_blocks([_to_block(first)])
+            return block.repeat(len(values), *[1] * (block.ndim - 1))
+        return _stack_blocks([_to_block(value or []) for value in values])
+    objects = np.full(len(values), None)
+    for index, value in enumerate(values):  # one by one, since numpy would convert sequences
+        objects[index] = value
+    return objects
+
+
+def _to_block(value: list[Any]) -> Tensor:
+    """A list of numbers [1, W], or of lists of numbers [1, K, W] padded with -1."""
+    if value and isinstance(value[0], list):
+        width = max(1, *(len(part) for part in value))
+        return torch.tensor([[*part, *[-1] * (width - len(part))] for part in value])[None]
+    if any(isinstance(part, float) for part in value):
+        return torch.tensor(value, dtype=torch.float64)[None]
+    return torch.tensor(value, dtype=torch.long)[None]
+
+
+def _stack_blocks(blocks: list[Tensor]) -> Tensor:
+    """Blocks of different sizes as one column, padded to at least one entry."""
+    deepest = max(blocks, key=lambda block: block.ndim)
+    blocks = [block if block.ndim == deepest.ndim else deepest.new_full((1, 1, 1), -1) for block in blocks]
+    if all(block.shape == deepest.shape for block in blocks) and deepest.numel():
+        return torch.cat(blocks)
+    sizes = [max(1, *(block.shape[axis] for block in blocks)) for axis in range(1, deepest.ndim)]
+    dtype = next((block.dtype for block in blocks if block.is_floating_point()), torch.long)
+    return torch.cat([pad_right(block.to(dtype), sizes) for block in blocks])
+
+
+UINT32_MASK = 0xFFFFFFFF
+Words = TypeVar("Words", Tensor, "np.ndarray[Any, np.dtype[np.int64]]")
+
+
+def murmur_mix(x: Words) -> Words:
+    """The 32-bit finaliser of MurmurHash3, in the low half of int64 elements of a tensor or an array."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & UINT32_MASK
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & UINT32_MASK
+    return x ^ (x >> 16)
+
+
+def counter_bits(seed: Tensor, slot: Tensor, position: Tensor) -> Tensor:
+    """32 bits for each (seed, slot, position) [R], all on the host."""
+    # On short columns torch takes several times as long as numpy, whose scalars would warn of the overflow.
+    seeds, slots, positions = (np.atleast_1d(part.numpy()) for part in (seed, slot, position))
+    key = murmur_mix((seeds & UINT32_MASK) ^ murmur_mix(((seeds >> 32) + 0x9E3779B9) & UINT32_MASK))
+    key = murmur_mix(key ^ murmur_mix((slots + 0x7F4A7C15) & UINT32_MASK))
+    return torch.from_numpy(murmur_mix(key ^ murmur_mix((positions + 0x94D049BB) & UINT32_MASK)))
+
+
+def uniform(seed: Tensor, slot: Tensor, position: Tensor, salt: int) -> Tensor:
+    """A number in the open interval (0, 1) for each (seed, slot, position, salt) [R], on the host."""
+    bits = (counter_bits(seed, slot, position) + salt * 0x9E3779B1) & UINT32_MASK
+    bits = murmur_mix(murmur_mix(bits) ^ 0x6A09E667)
+    return (bits.to(torch.float64) + 0.5) * 2.0**-32
 
 
 @dataclass(frozen=True)
@@ -85,17 +286,10 @@ class Context:
 
         Drafts are written in place behind the rows' tokens. All lines of a row have the row's state.
         """
-        params = row_params(rows)
+        params: Any = rows.columns["params"]
         if drafts is None:
-            return cls(
-                rows.tokens,
-                rows.length,
-                rows.prompt_length,
-                params.values,
-                cache,
-                slot=rows.slot,
-                states=rows.columns,
-            )
+            known = rows.tokens, rows.length, rows.prompt_length
+            return cls(*known, params.values, cache, slot=rows.slot, states=rows.columns)
         width = drafts.shape[1]
         tokens = rows.append(drafts, rows.length).tokens.repeat_interleave(width + 1, 0)
         row = torch.arange(len(rows)).repeat_interleave(width + 1)
@@ -121,11 +315,14 @@ class Context:
 
     def with_params(self, params: Mapping[str, Any]) -> Context:
         """The same lines, with these parameters for all of them."""
-        return self._replace(params={**self._params, **_repeat_params(params, len(self._length))})
+        values = {**self._params, **_repeat_params(params, len(self._length))}
+        known = self._tokens, self._length, self._prompt
+        return Context(*known, values, slot=self._slot, states=self._states)
 
     def with_states(self, states: Mapping[str, Tensor | Column]) -> Context:
         """The same lines with these states of [N] lines."""
-        return self._replace(states=states, cache=self._device_params)
+        known = self._tokens, self._length, self._prompt, self._params, self._device_params
+        return Context(*known, slot=self._slot, states=states)
 
     @property
     def tokens(self) -> Tensor:
@@ -286,22 +483,6 @@ class Context:
             states=_LazySelect(self._states, index),
         )
 
-    def _replace(
-        self,
-        params: ParamValues | None = None,
-        states: Mapping[str, Any] | None = None,
-        cache: dict[str, Tensor] | None = None,
-    ) -> Context:
-        return Context(
-            self._tokens,
-            self._length,
-            self._prompt,
-            self._params if params is None else params,
-            cache,
-            slot=self._slot,
-            states=self._states if states is None else states,
-        )
-
 
 def _index_values(value: Any, index: Tensor) -> Any:
     if isinstance(value, Tensor):
@@ -316,3 +497,30 @@ def _repeat_params(params: Mapping[str, Any], count: int) -> dict[str, Tensor | 
         name: value.expand(count, *value.shape[1:]) if isinstance(value, Tensor) else np.repeat(value, count)
         for name, value in one.items()
     }
+
+
+# The initial value of a state column: a number, a tensor [1, ...] or a Column of one row.
+StateValue = float | Tensor | Column
+
+
+class Processor(Protocol):
+    """Changes logits. It is pure: its state, if any, lives in columns of the table."""
+
+    def process(self, context: Context, scores: Tensor) -> Tensor:
+        """New scores [N, V] for the lines of `context`."""
+        ...
+
+
+class StatefulProcessor(Processor, Protocol):
+    """A processor that depends on more of a row's past than its tokens."""
+
+    @property
+    def state(self) -> Mapping[str, StateValue]:
+        """Its columns by name, each with the value of a new row; empty: it has no state."""
+        ...
+
+    def advance(
+        self, context: Context, before: Tensor, after: Tensor, tokens: Tensor
+    ) -> Mapping[str, Tensor | Column]:
+        """The state of each line [N] after its token [N], given its scores before and after [N, V]."""
+        ...

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from descant.core.cache_interfaces import RowCache
-from descant.core.context import Context, RowParams, row_params
-from descant.core.processor_interfaces import Processor
+from descant.core.context import Context, Processor, RowParams, row_params
 from descant.core.rows import Column, Rows, index_rows
 
 __all__ = [
@@ -22,9 +21,12 @@ __all__ = [
     "Hypothesis",
     "Logprobs",
     "Observation",
+    "PackingModel",
     "ProcessorTrace",
+    "PromptChunk",
     "Proposal",
     "RecordedLines",
+    "RequestFault",
     "RowParams",
     "Selection",
     "Speculation",
@@ -212,3 +214,46 @@ class Observation(NamedTuple):
     output: ForwardOutput
     recorded_lines: RecordedLines | None = None
     processor_traces: Sequence[ProcessorTrace] = ()  # for observers, if the session traces
+
+
+class RequestFault(Exception):
+    """Requests that cannot take part in a step, each with its error; nothing of the step has happened.
+
+    The engine fails these requests, and makes the step again without them.
+    """
+
+    def __init__(self, errors: Mapping[int, Exception]) -> None:
+        super().__init__(*errors.values())
+        self.errors = errors
+
+
+@dataclass(eq=False)
+class PromptChunk:
+    """The next tokens of a prompt, of which no logits are needed."""
+
+    rows: Rows  # their pending tokens are fed
+    cache: RowCache  # of these rows, in this order
+    is_fed: bool = False
+
+
+@runtime_checkable
+class PackingModel(Protocol):
+    """A model whose forwards can feed chunks of prompts beside the rows they are called for."""
+
+    def can_pack(self, cache: RowCache) -> bool:
+        """Whether rows of different length in this cache share a forward without padding."""
+        ...
+
+    def forward(
+        self,
+        rows: Rows,
+        proposal: Proposal,
+        cache: RowCache,
+        *,
+        chunks: Sequence[PromptChunk] = (),
+    ) -> ForwardOutput:
+        """Feed each row's pending tokens and drafts, and these chunks if the rows are packed.
+
+        A chunk that was fed says so. If the forward raises, none is.
+        """
+        ...

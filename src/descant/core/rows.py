@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -162,8 +163,6 @@ class Rows:
     version: object = field(default_factory=lambda: next(_versions))
 
     HOST_FIELDS = ("length", "cached_length", "offset", "prompt_length", "request", "slot")
-    _UNKNOWN = UniformLength(-1, -1)
-    _uniform_length: ClassVar[UniformLength | None] = _UNKNOWN
 
     def __len__(self) -> int:
         return self.length.shape[0]  # `len` of a tensor is several times slower
@@ -178,16 +177,14 @@ class Rows:
         """The number of positions of each row that the cache does not hold yet [R]."""
         return self.position - self.cached_length
 
-    @property
+    @cached_property
     def uniform_length(self) -> UniformLength | None:
         """The lengths, if equal in all rows; computed once, since most steps move all rows by one."""
-        if self._uniform_length is Rows._UNKNOWN:
-            result, length = None, uniform_value(self.length)
-            if length is not None and not self.offset.numpy().any():
-                cached = uniform_value(self.cached_length)
-                result = None if cached is None else UniformLength(length, cached)
-            vars(self)["_uniform_length"] = result
-        return self._uniform_length
+        length = uniform_value(self.length)
+        if length is None or self.offset.numpy().any():
+            return None
+        cached = uniform_value(self.cached_length)
+        return None if cached is None else UniformLength(length, cached)
 
     def column(self, name: str) -> Tensor:
         """The tensor column of that name [R, ...]."""
@@ -203,7 +200,9 @@ class Rows:
         """
         index = parents.numpy()
         # Numpy: torch takes twice as long to index a short column.
-        host = {name: torch.from_numpy(getattr(self, name).numpy()[index]) for name in self.HOST_FIELDS}
+        host = {}
+        for name in self.HOST_FIELDS:
+            host[name] = torch.from_numpy(getattr(self, name).numpy()[index])
         same_requests = torch.equal(host["request"], self.request)
         columns: dict[str, Tensor | Column] = {}
         for name, value in self.columns.items():
@@ -215,8 +214,8 @@ class Rows:
                 columns[name] = value if same_requests and value.is_per_request else value.take(parents)
         version = self.version if same_requests else next(_versions)
         taken = Rows(index_rows(self.tokens, parents), **host, columns=columns, version=version)
-        if self._uniform_length is not None:  # then it holds for any of the rows; else it may hold for some
-            vars(taken)["_uniform_length"] = self._uniform_length
+        if vars(self).get("uniform_length") is not None:  # then it holds for any of the rows
+            vars(taken)["uniform_length"] = self.uniform_length
         return taken
 
     def cat(self, other: Rows) -> Rows:
@@ -252,17 +251,19 @@ class Rows:
 
         The returned rows share the token store with these, unless it had to grow.
         """
-        uniform = self.uniform_length if len(self) else None
+        uniform = self.uniform_length if self.length.shape[0] else None
         if uniform is None:
             return self.append(tokens[:, None], self.length + 1, cached_length=self.position, **fields)
-        store = self._with_capacity(uniform.length + 1)
+        length, store = uniform.length, self.tokens
+        if length >= store.shape[1]:
+            store = self._with_capacity(length + 1)
         if store.is_cpu and tokens.is_cpu:
-            store.numpy()[:, uniform.length] = tokens.numpy()
+            store.numpy()[:, length] = tokens.numpy()
         else:
-            store.select(1, uniform.length).copy_(tokens)
-        now = UniformLength(uniform.length + 1, uniform.length)
+            store.select(1, length).copy_(tokens)
+        now = UniformLength(length + 1, length)
         return self.replace(
-            tokens=store, length=self.length + 1, cached_length=self.length, _uniform_length=now, **fields
+            tokens=store, length=self.length + 1, cached_length=self.length, uniform_length=now, **fields
         )
 
     def replace(self, **fields: Any) -> Rows:
@@ -271,7 +272,7 @@ class Rows:
         values = vars(new)
         values.update(vars(self))
         if "length" in fields or "cached_length" in fields or "offset" in fields:
-            values.pop("_uniform_length", None)
+            values.pop("uniform_length", None)
         values.update(fields)
         return new
 

@@ -8,25 +8,23 @@ from typing import Any
 
 from descant.config.generation_config import DEFAULT_NEW_TOKENS, FIELDS, GenerationConfig
 from descant.core.interfaces import Drafter, Model
-from descant.decoding.processors.pipeline import (
+from descant.decoding.pipeline import (
     LOGITS_WARPERS,
     PROCESSOR_SPECS,
     ProcessorSpec,
     end_token_ids,
     processor_order,
 )
-from descant.engine.cache_factory import cache_name
-from descant.engine.config_checks import has_own_length
-from descant.engine.drafter_factory import DraftInputs, describe_drafter
-from descant.engine.planner import (
+from descant.engine.planning.cache_factory import cache_name
+from descant.engine.planning.drafter_factory import DraftInputs, describe_drafter, drafter_spec
+from descant.engine.planning.planner import (
     WRAPPERS,
     DecodingPlan,
     as_model,
     choose_cache,
-    drafter_spec,
     make_plan,
 )
-from descant.engine.strategy_choice import strategy_name
+from descant.engine.planning.strategy_choice import has_own_length, strategy_name
 from descant.errors import MissingExtra, RowError, format_value
 from descant.models.fast_paths import fast_paths
 from descant.trace.records import RequestRecord

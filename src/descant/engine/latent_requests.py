@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from descant.config.generation_config import GenerationConfig
-from descant.engine.request import Request
+from descant.engine.request import MERGED, Request
 from descant.engine.session import Failed, Session
 from descant.errors import ConfigError
-from descant.models.latents.latent_model import END_TOKEN, LatentModel
-from descant.models.latents.output import latent_output
-from descant.models.latents.preparation import (
+from descant.models.audio.latents.latent_model import END_TOKEN, LatentModel
+from descant.models.audio.latents.output import latent_output
+from descant.models.audio.latents.preparation import (
     check_latent_config,
     check_latent_inputs,
+    latent_arguments,
     latent_sequences,
-    own_arguments,
 )
-from descant.models.latents.sequence import LATENT_INPUT, LatentSequence
-from descant.models.no_cache import NoCache
-from descant.models.own_loop import LoopInputs, run_with_loop
+from descant.models.audio.latents.sequence import LATENT_INPUT, LatentSequence
+from descant.models.compat.custom_generate import LoopInputs, run_with_loop
+from descant.models.forward.no_cache import NoCache
 
 __all__ = ["decode_latents", "latent_requests", "merged_latent_requests"]
 
@@ -45,7 +45,7 @@ def merged_latent_requests(model: Any, config: GenerationConfig, inputs: Mapping
     sequences: list[LatentSequence] = run_with_loop(
         model,
         lambda _, prepared: latent_sequences(model, prepared, [config.seed], shares_noise=False),
-        own_arguments(config, inputs),
+        latent_arguments(config, inputs),
     )
     return _requests_of(sequences)
 
@@ -70,7 +70,7 @@ def decode_latents(model: Any, configs: Sequence[GenerationConfig], inputs: Mapp
                 raise event.error.__cause__ or event.error
         return latent_output(model, prepared, sequences)
 
-    return run_with_loop(model, decode, own_arguments(configs[0], inputs))
+    return run_with_loop(model, decode, latent_arguments(configs[0], inputs))
 
 
 def _requests_of(sequences: Sequence[LatentSequence]) -> list[Request]:
@@ -81,7 +81,7 @@ def _requests_of(sequences: Sequence[LatentSequence]) -> list[Request]:
             GenerationConfig(max_new_tokens=one.max_frames, do_sample=False, eos_token_id=END_TOKEN),
             inputs={LATENT_INPUT: one},
             past_key_values=one.past,
-            config_merged=True,
+            _call=MERGED,
         )
         for one in sequences
     ]

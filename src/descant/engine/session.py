@@ -14,29 +14,28 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import ModelTraits, RankGroup, RowCache
-from descant.core.records import Observation, Selection
+from descant.core.records import Observation, PromptChunk, Selection
 from descant.core.sampling_noise import SamplingNoise
-from descant.engine.admission import Admission, ResolvedRequest
-from descant.engine.cache_factory import CacheKey
-from descant.engine.events import Event, Failed, Finished, Report, Tokens
-from descant.engine.planner import as_model
-from descant.engine.prefix_reuse import CachedPrefix, PrefixReuse
-from descant.engine.protocol import Engine
+from descant.engine.planning.cache_factory import CacheKey
+from descant.engine.planning.planner import as_model
+from descant.engine.protocol import Engine, Event, Failed, Finished, Report, Tokens
 from descant.engine.request import Request
-from descant.engine.request_endings import RequestEndings
-from descant.engine.running_requests import RunningRequests
-from descant.engine.scheduled_requests import ScheduledRequests
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.scheduled_request import ScheduledRequest
+from descant.engine.scheduling.plan import ScheduledRequest
+from descant.engine.scheduling.scheduled_requests import ScheduledRequests
 from descant.engine.single_entry import single_entry
-from descant.engine.step_faults import drop_tokens
-from descant.engine.table import Table
-from descant.engine.table_set import Placement, TableSet
+from descant.engine.step.faults import drop_tokens
+from descant.engine.tables.admission import Admission, ResolvedRequest
+from descant.engine.tables.prefix_reuse import CachedPrefix, PrefixReuse
+from descant.engine.tables.request_endings import RequestEndings
+from descant.engine.tables.running_requests import RunningRequests
+from descant.engine.tables.table import Table
+from descant.engine.tables.table_set import Placement, TableSet
 from descant.errors import DescantError, InputError
-from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.prefix_cache import PrefixCache
-from descant.models.no_cache import NoCache, RecomputeModel
-from descant.models.wrapped_model import unwrap_model
+from descant.kv_cache.stores.paged import PagedStore
+from descant.models.forward.no_cache import NoCache, RecomputeModel
+from descant.models.wrapping.wrapped_model import unwrap_model
 from descant.trace.trace import Trace
 from descant.trace.tracer import Tracer
 
@@ -165,7 +164,7 @@ class Session:
 
     def has_grammar(self, request: Request) -> bool:
         """Whether a request has a grammar that is not compiled yet."""
-        return request.compiled_grammar is None and self._admission.grammar(request) is not None
+        return request._call.compiled_grammar is None and self._admission.grammar(request) is not None
 
     def compile_grammar(self, request: Request) -> Request:
         """The request with its grammar compiled; any thread may call it beside a step."""
@@ -241,11 +240,10 @@ class Session:
         scheduled.add(numbers, placements)
         return list(numbers)
 
-    def _join_scheduled(self, number: int, one: ResolvedRequest, prefix: CachedPrefix) -> None:
+    def _join_scheduled(self, number: int, placement: Placement, prefix: CachedPrefix) -> None:
         """Add a request whose turn it is to its table."""
-        placements = self._tables.place([one])
-        self._tables.check(placements)
-        self._join([number], placements, [[prefix]])
+        self._tables.check([placement])
+        self._join([number], [placement], [[prefix]])
 
     @single_entry
     def step(self) -> list[Event]:
@@ -268,7 +266,7 @@ class Session:
         try:
             scheduled.start_step()
             try:
-                self._step_tables()
+                self._step_tables(scheduled.chunks)
             finally:
                 scheduled.resume_suspended()
             scheduled.finish_reads()
@@ -290,7 +288,7 @@ class Session:
             scheduled.forget(number)
         self._end_requests()
 
-    def _step_tables(self) -> None:
+    def _step_tables(self, chunks: Sequence[PromptChunk] = ()) -> None:
         """Advance every row of every table."""
         if self._tracer is not None:
             self._tracer.start_step()
@@ -298,7 +296,7 @@ class Session:
         try:
             for table in self._tables:
                 if len(table) or table.running.errors:
-                    selections = table.step(self._observe)
+                    selections = table.step(self._observe, chunks)
                     stepped.append((table, selections))
         except BaseException:
             if stepped:  # their rows have advanced: the next step returns their events

@@ -5,37 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import wraps
 from threading import get_ident
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, TypeVar, cast
 
 from descant.errors import SessionBusy
 
-__all__ = ["SingleEntry", "single_entry"]
+__all__ = ["single_entry"]
 
-Params = ParamSpec("Params")
-Result = TypeVar("Result")
-
-
-class SingleEntry(Protocol):
-    """An object whose guarded methods do not run inside or beside each other."""
-
-    _busy_thread: int | None  # the thread that is inside; None: none is
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-Owner = TypeVar("Owner", bound=SingleEntry)
-
-
-def single_entry(
-    method: Callable[Concatenate[Owner, Params], Result],
-) -> Callable[Concatenate[Owner, Params], Result]:
+def single_entry(method: Method) -> Method:
     """The method, which raises `SessionBusy` while this or another guarded method of its object runs.
 
-    A plain attribute serves as the lock: no call happens between the test, the assignment and `try`, so
-    that neither another thread nor an interrupt can come between them and leave the object locked.
+    An attribute of the object, `_busy_thread`, serves as the lock: no call happens between the test, the
+    assignment and `try`, so that neither another thread nor an interrupt can come between them and leave the
+    object locked.
     """
     name = getattr(method, "__name__", "call")
 
     @wraps(method)
-    def guarded(self: Owner, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+    def guarded(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         thread = get_ident()
         if self._busy_thread is not None:
             raise _busy_error(name, self._busy_thread == thread)
@@ -45,7 +34,7 @@ def single_entry(
         finally:
             self._busy_thread = None
 
-    return guarded
+    return cast(Method, guarded)
 
 
 def _busy_error(name: str, is_reentrant: bool) -> SessionBusy:

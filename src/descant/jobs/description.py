@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import string
 import tomllib
@@ -15,9 +16,9 @@ from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
 from descant.errors import ConfigError, InputError
-from descant.jobs.selection import SelectionConfig
-from descant.jobs.shard_folder import SINK_FORMATS
-from descant.jobs.source import SOURCE_FORMATS
+from descant.jobs.selection import SelectionConfig, check_keys, check_types
+from descant.jobs.shards import SINK_FORMATS, JobManifest, ShardFolder
+from descant.jobs.source import SOURCE_FORMATS, JobSource
 
 __all__ = [
     "CONFIG_COLUMN",
@@ -25,6 +26,10 @@ __all__ = [
     "JobDescription",
     "check_generation_fields",
     "check_template",
+    "encode_job",
+    "job_values",
+    "open_sink",
+    "open_source",
 ]
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "ids")
@@ -42,8 +47,6 @@ _NOT_IN_JOBS: Final = {
     "prefix_allowed_tokens_fn": "is not supported in jobs, which are described by data",
 }
 _COLUMN_LISTS: Final = ("override_columns", "keep_columns")
-_COUNTS: Final = ("shard_rows", "window", "workers")
-_OPTIONAL_COUNTS: Final = ("max_in_flight", "cpus_per_worker")
 # A CPU computes more rows at once hardly faster, and each of them ends later.
 _DEFAULT_IN_FLIGHT, _DEFAULT_IN_FLIGHT_ON_CPU = 256, 64
 _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
@@ -51,13 +54,18 @@ _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
     "sink_format": SINK_FORMATS,
     "dedup": (None, "exact", "normalized"),
 }
-_KINDS: Final[tuple[tuple[str, type, str], ...]] = (
-    ("chat", bool, "must be true or false"),
-    ("report", bool, "must be true or false"),
-    ("seed", int, "must be an integer"),
-    ("generation_config", GenerationConfig, "must be a GenerationConfig"),
-    *((name, int, "must be an integer >= 1") for name in _COUNTS),
-)
+_COUNT: Final = "must be an integer >= 1"
+_TYPES: Final[dict[str, tuple[Any, str]]] = {
+    **dict.fromkeys(("model", "sink", "dtype"), (str, "must be text")),
+    **dict.fromkeys(("template", "id_column", "device"), (str | None, "must be text")),
+    **dict.fromkeys(("shard_rows", "window", "workers"), (int, _COUNT)),
+    **dict.fromkeys(("max_in_flight", "cpus_per_worker"), (int | None, _COUNT)),
+    **dict.fromkeys(("chat", "report"), (bool, "must be true or false")),
+    "seed": (int, "must be an integer"),
+    "generation_config": (GenerationConfig, "must be a GenerationConfig"),
+    "select": (SelectionConfig | None, "must be a SelectionConfig or a table of its fields"),
+    "engine_options": (Mapping, "must be a table of options"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +137,7 @@ class JobDescription:
             raise InputError("job", must, os.fspath(path)) from None
         except (ValueError, RecursionError) as error:
             raise InputError("job", f"must be a TOML file ({error})", os.fspath(path)) from None
-        known = [one.name for one in dataclasses.fields(cls)]
-        for name, value in values.items():
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                advice = f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
-                raise InputError(name, "is not a key of a job", value, advice)
+        check_keys(cls, values, "a job")
         for one in dataclasses.fields(cls):
             is_required = one.default is one.default_factory is dataclasses.MISSING
             if is_required and one.name not in values:
@@ -167,32 +170,17 @@ class JobDescription:
         return frozenset((*prompt, CONFIG_COLUMN, *self.override_columns, *self.keep_columns))
 
     def _check_types(self) -> None:
-        for name in ("model", "sink", "dtype", "template", "id_column", "device"):
-            value = getattr(self, name)
-            is_unset = value is None and name in ("template", "id_column", "device")
-            if not is_unset and (not isinstance(value, str) or not value):
-                raise InputError(name, "must be text", value)
+        check_types(self, _TYPES)
         if self.dtype not in DTYPES:
             raise InputError("dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
-        for name in _OPTIONAL_COUNTS:
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise InputError(name, "must be an integer >= 1", value)
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise InputError(name, f"must be one of {', '.join(filter(None, choices))}", value)
-        options: Any = self.engine_options
-        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        options = self.engine_options
+        if not all(isinstance(name, str) for name in options):
             raise InputError("engine_options", "must be a table of options", options)
         if options and self.engine == "descant":
             raise InputError("engine_options", "must be empty without vLLM", options, 'set engine = "vllm"')
-        select: Any = self.select
-        if select is not None and not isinstance(select, SelectionConfig):
-            raise InputError("select", "must be a SelectionConfig or a table of its fields", select)
-        for name, kind, must in _KINDS:
-            value = getattr(self, name)
-            if type(value) is not kind or (isinstance(value, int) and name in _COUNTS and value < 1):
-                raise InputError(name, must, value)
 
     def _check_source(self) -> None:
         if not self.source_files:
@@ -255,3 +243,35 @@ def check_template(template: str) -> None:
         has_columns = True
     if not has_columns:
         raise InputError("template", "must name a column, as in {text}", template)
+
+
+def open_source(job: JobDescription, known: bytes | None = None) -> JobSource:
+    """The rows of a job; of formats with columns only those that the job uses are read.
+
+    `known` is the content that the run has scanned; None: it is that of the first reading.
+    """
+    return JobSource(job.source_files, job.id_column, job.source_columns, known)
+
+
+def open_sink(job: JobDescription, manifest: JobManifest) -> ShardFolder:
+    """The shards of a job."""
+    ids = () if job.id_column is None else ("id",)
+    return ShardFolder(job.sink, manifest, (*ids, *job.keep_columns))
+
+
+def encode_job(job: JobDescription) -> dict[str, Any]:
+    """A job in JSON types, with absolute paths: a worker may run in another folder."""
+    values = {one.name: getattr(job, one.name) for one in dataclasses.fields(JobDescription)}
+    values["source"] = [os.path.abspath(path) for path in job.source_files]
+    values["sink"] = os.path.abspath(job.sink)
+    if os.path.isdir(job.model):  # else it is a name on the Hub
+        values["model"] = os.path.abspath(job.model)
+    select = None if job.select is None else dataclasses.asdict(job.select.with_absolute_path())
+    config = json.loads(job.generation_config.to_json_string())
+    options = dict(job.engine_options)
+    return {**values, "generation_config": config, "select": select, "engine_options": options}
+
+
+def job_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a job of `encode_job`."""
+    return {**values, "generation_config": GenerationConfig.from_dict(values["generation_config"])}

@@ -10,11 +10,11 @@ from descant.errors import InputError
 from descant.jobs.description import JobDescription
 from descant.jobs.job_run import JobRun
 from descant.jobs.results import JobEstimate, JobProgress, JobResult
-from descant.jobs.worker_pool import WorkerPool
+from descant.jobs.workers.worker_pool import WorkerPool
 
 if TYPE_CHECKING:  # they take torch, which a run that finds everything there does not need
     from descant.jobs.job_model import JobModel
-    from descant.jobs.workers import JobWorkers
+    from descant.jobs.workers.job_worker import LocalWorker
 
 __all__ = ["Job"]
 
@@ -52,14 +52,14 @@ class Job(JobDescription):
 
         return JobRun(self).estimate(self._model(model, tokenizer) or JobModel.load(self))
 
-    def _workers(self, loaded: JobModel | None, ray: str | None) -> JobWorkers:
+    def _workers(self, loaded: JobModel | None, ray: str | None) -> LocalWorker | WorkerPool:
         if ray is not None:
-            from descant.jobs.ray_workers import RayWorkers  # an extra
+            from descant.jobs.workers.ray_workers import RayWorkers  # an extra
 
             return RayWorkers(self, uuid4().hex, ray)
         if loaded is None:
             return WorkerPool(self, uuid4().hex)
-        from descant.jobs.local_worker import LocalWorker
+        from descant.jobs.workers.job_worker import LocalWorker
 
         return LocalWorker(loaded)
 

@@ -12,17 +12,17 @@ import torch
 
 from descant.api.run_digest import run_settings
 from descant.config.generation_config import GenerationConfig
-from descant.engine.async_engine import AsyncEngine
-from descant.engine.fallback_engine import FallbackEngine
 from descant.engine.memory_check import free_bytes
-from descant.engine.planner import as_model
-from descant.engine.scheduler_sizing import sized_scheduler
+from descant.engine.planning.planner import as_model
+from descant.engine.scheduling.sizing import sized_scheduler
+from descant.engine.serving.async_engine import AsyncEngine
+from descant.engine.serving.fallback_engine import FallbackEngine
 from descant.engine.session import Session
 from descant.engine.vllm.vllm_engine import VLLM
 from descant.jobs.description import JobDescription
 from descant.kv_cache.prefix_cache import PrefixCache
-from descant.models.loading import load, load_meta_model, load_tokenizer
-from descant.models.weight_files import WeightFiles
+from descant.models.loading.loading import load, load_meta_model, load_tokenizer
+from descant.models.loading.weight_files import WeightFiles
 
 __all__ = ["JobModel"]
 

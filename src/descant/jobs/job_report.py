@@ -14,10 +14,12 @@ from typing import Any, Final
 
 import descant
 from descant.core.atomic_file import write_text
-from descant.errors import InputError
 from descant.jobs.report_charts import (
     NUM_SHARE_COLOURS,
+    SAMPLED_ROWS,
+    JobFigures,
     ValueScale,
+    collect_figures,
     counted,
     draw_acceptance,
     draw_histogram,
@@ -25,7 +27,6 @@ from descant.jobs.report_charts import (
     format_share,
     short_count,
 )
-from descant.jobs.report_figures import SAMPLED_ROWS, JobFigures, collect_figures
 from descant.tokenization.display import escape_invisible
 
 __all__ = ["ReportFacts", "render_report", "write_report"]
@@ -42,24 +43,6 @@ _FINISH_REASONS: Final = {
     "time": "time limit",
 }
 _RESULT_KEYS: Final = ("row", "id", "completions")
-
-_PAGE: Final = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +61,6 @@ class ReportFacts:
     drafted: Sequence[int] = ()  # draft tokens that were fed, by their index in a draft
     accepted: Sequence[int] = ()  # and those of them that were accepted
 
-    def __post_init__(self) -> None:
-        if len(self.drafted) != len(self.accepted):
-            must = f"must have a number for each of the {len(self.drafted)} of `drafted`"
-            raise InputError("accepted", must, self.accepted)
-
 
 def write_report(
     path: Path,
@@ -96,7 +74,8 @@ def write_report(
 
 def render_report(facts: ReportFacts, figures: JobFigures) -> str:
     """The page; the same facts and figures give the same bytes."""
-    style = (files("descant.jobs") / "assets" / "report.css").read_text("utf-8")
+    assets = files("descant.jobs") / "assets"
+    style = (assets / "report.css").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     body = [
         _heading(facts),
@@ -106,7 +85,8 @@ def render_report(facts: ReportFacts, figures: JobFigures) -> str:
         _sample(figures),
         f"<footer>Made by Descant {html.escape(descant.__version__)}</footer>",
     ]
-    return _PAGE.format(
+    page = (assets / "report.html").read_text("utf-8")
+    return page.format(
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         title=_plain(facts.title),
         style=style,

@@ -3,98 +3,129 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import hashlib
+import json
+import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import descant
+from descant.core.atomic_file import write_text
 from descant.errors import InputError
-from descant.jobs.attempt_log import FOLDER
-from descant.jobs.description import JobDescription
-from descant.jobs.job_files import open_sink, open_source
-from descant.jobs.job_summary import write_summary
-from descant.jobs.known_digest import KnownDigest
-from descant.jobs.results import JobEstimate, JobProgress, JobResult
-from descant.jobs.shard_folder import JobManifest, ShardFolder, source_digest
-from descant.jobs.shard_group import GroupReport, add_counts, group_shards
+from descant.jobs.description import JobDescription, encode_job, open_sink, open_source
+from descant.jobs.results import JobEstimate, JobProgress, JobResult, RowCounts, RunProgress
+from descant.jobs.shards import JobManifest, ShardFolder, group_shards, source_digest
 from descant.jobs.source import SourceRow, SourceSummary
-from descant.jobs.workers import JobWorkers, RowCounts, WorkerCallbacks
+from descant.jobs.text_dedup import UniqueShards
+from descant.jobs.workers.attempt_log import FOLDER
 
 if TYPE_CHECKING:  # they take torch, which a run that finds everything there does not need
     from descant.jobs.job_model import JobModel
-    from descant.jobs.job_worker import RowOutcome
+    from descant.jobs.job_report import ReportFacts
+    from descant.jobs.workers.job_worker import LocalWorker, RowOutcome
+    from descant.jobs.workers.worker_pool import WorkerPool
+
 
 __all__ = ["JobRun"]
 
-_MEASURED_ROWS: Final = 16
-_NONE: Final = RowCounts(0, 0, 0)
+UNIQUE = "unique"
+REPORT = "report.html"
 
 
-@dataclass
-class _RunProgress:
-    """What a run has done, by complete groups and by the rows of the others."""
-
-    rows: int
-    earlier: int  # rows of earlier runs
-    earlier_failed: int
-    in_flight: int
-    damaged_files: tuple[str, ...]
-    on_progress: Callable[[JobProgress], None] | None
-    began: float = field(default_factory=time.monotonic)
-    complete: RowCounts = _NONE
-    running: dict[int, RowCounts] = field(default_factory=dict)
-    drafted: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
-
-    def add(self, group: int, counts: RowCounts) -> None:
-        """Count rows of a group that is not complete."""
-        self.running[group] = _add(self.running.get(group, _NONE), counts)
-        self.tell()
-
-    def retry(self, group: int) -> None:
-        """Forget the rows of a group that is computed again; their tokens were generated all the same."""
-        tokens = self.running.pop(group, _NONE).tokens
-        self.complete = _add(self.complete, RowCounts(0, 0, tokens))
-
-    def finish(self, report: GroupReport) -> None:
-        """Count a complete group."""
-        self.running.pop(report.group, None)
-        self.complete = _add(self.complete, RowCounts(report.rows, report.failed, report.tokens))
-        self.drafted = add_counts(self.drafted, report.drafted)
-        self.accepted = add_counts(self.accepted, report.accepted)
-
-    @property
-    def total(self) -> RowCounts:
-        """The rows of this run."""
-        found = self.complete
-        for counts in self.running.values():
-            found = _add(found, counts)
-        return found
-
-    def tell(self) -> None:
-        """Report the state."""
-        if self.on_progress is None:
-            return
-        total = self.total
-        self.on_progress(
-            JobProgress(
-                rows=self.rows,
-                finished=self.earlier + total.rows,
-                failed=self.earlier_failed + total.failed,
-                computed=total.rows,
-                tokens=total.tokens,
-                seconds=time.monotonic() - self.began,
-                in_flight=self.in_flight,
-                damaged_files=self.damaged_files,
-            )
+def write_summary(job: JobDescription, folder: ShardFolder, result: JobResult) -> JobResult:
+    """Write what the job asks for; returns the result with what was counted."""
+    shards = range(folder.manifest.shards)
+    if job.dedup is not None:
+        unique = UniqueShards(
+            [folder.results_file(shard) for shard in shards], folder.results_format, folder.path / UNIQUE
         )
+        counts = unique.write(job.dedup, folder.read_identity())
+        result = dataclasses.replace(result, unique_rows=counts.unique)
+    if job.report and (result.computed_rows or not (folder.path / REPORT).exists()):
+        from descant.jobs.job_report import write_report  # most runs of a finished job need none
+
+        results = chain.from_iterable(map(folder.read_results, shards))
+        errors = chain.from_iterable(map(folder.read_errors, shards))
+        write_report(folder.path / REPORT, _facts(job, result), results, errors)
+    return result
 
 
-def _add(one: RowCounts, other: RowCounts) -> RowCounts:
-    return RowCounts(one.rows + other.rows, one.failed + other.failed, one.tokens + other.tokens)
+def _facts(job: JobDescription, result: JobResult) -> ReportFacts:
+    from descant.jobs.job_report import ReportFacts
+
+    settings: dict[str, Any] = dict(job.generation_config.to_diff_dict())
+    if job.select is not None:
+        settings["select"] = {name: value for name, value in vars(job.select).items() if value is not None}
+    return ReportFacts(
+        title=os.path.basename(os.path.abspath(job.sink)),
+        model=job.model,
+        source=job.source_files,
+        rows=result.rows,
+        settings=settings,
+        unique_rows=result.unique_rows,
+        generated_tokens=result.tokens or None,
+        seconds=result.seconds if result.computed_rows else None,
+        drafted=result.drafted,
+        accepted=result.accepted,
+    )
+
+
+NAME: Final = ".job.json"
+# These change no result, or are in the manifest by themselves.
+_NOT_COMPARED: Final = (
+    *("source", "sink", "shard_rows", "sink_format", "window", "max_in_flight", "workers", "cpus_per_worker"),
+    *("dedup", "report"),
+)
+
+
+class KnownDigest:
+    """A note in the sink: the digest of the job, and the state of the files that it was computed from.
+
+    A file is unchanged by its size, its number, and both times of its last change, of which a user can set
+    back only one. Anything else, a model on the Hub, or a watermark, whose key must not be guessed from a
+    note, makes the digest unknown: then the model is loaded.
+    """
+
+    def __init__(self, job: JobDescription) -> None:
+        self._path = Path(job.sink) / NAME
+        self._state: str | None = None
+        if os.path.exists(job.model) and job.generation_config.watermarking_config is None:
+            values = {name: value for name, value in encode_job(job).items() if name not in _NOT_COMPARED}
+            scorer = None if job.select is None else job.select.digest_parts()
+            parts = [descant.__version__, values, scorer, sorted(_file_states(job.model))]
+            text = json.dumps(parts, sort_keys=True, default=repr)
+            self._state = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def read(self) -> str | None:
+        """The digest; None: it is unknown."""
+        try:
+            found = json.loads(self._path.read_bytes())
+            digest = found["job"] if found["state"] == self._state else None
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            return None
+        return digest if isinstance(digest, str) else None
+
+    def write(self, digest: str) -> None:
+        """Note the digest."""
+        if self._state is not None and self.read() != digest:
+            write_text(self._path, json.dumps({"state": self._state, "job": digest}) + "\n")
+
+
+def _file_states(model: str) -> Iterator[list[str | int]]:
+    """The names and states of the files of a model: a folder, or one file."""
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(model) for name in names]
+    for path in files or [model]:
+        found = os.stat(path)
+        yield [path, found.st_size, found.st_ino, found.st_mtime_ns, found.st_ctime_ns]
+
+
+_MEASURED_ROWS: Final = 16
 
 
 class JobRun:
@@ -106,7 +137,7 @@ class JobRun:
 
     def run(
         self,
-        start_workers: Callable[[], JobWorkers],
+        start_workers: Callable[[], LocalWorker | WorkerPool],
         on_progress: Callable[[JobProgress], None] | None = None,
         *,
         is_loaded: bool = True,
@@ -118,7 +149,7 @@ class JobRun:
         with contextlib.ExitStack() as stack:
 
             @functools.cache
-            def workers() -> JobWorkers:
+            def workers() -> LocalWorker | WorkerPool:
                 return stack.enter_context(contextlib.closing(start_workers()))
 
             digest = (known and known.read()) or workers().digest()
@@ -128,7 +159,7 @@ class JobRun:
                 known.write(digest)
             progress, failed = self._compute(folder, summary, workers, on_progress)
             shutil.rmtree(folder.path / FOLDER, ignore_errors=True)
-            total = progress.total
+            total = progress.complete
             result = JobResult(
                 rows=summary.rows,
                 failed=failed,
@@ -136,9 +167,9 @@ class JobRun:
                 computed_rows=total.rows,
                 tokens=total.tokens,
                 seconds=time.monotonic() - began,
-                drafted=progress.drafted,
-                accepted=progress.accepted,
-                damaged_files=progress.damaged_files,
+                drafted=tuple(total.drafted),
+                accepted=tuple(total.accepted),
+                damaged_files=progress.start.damaged_files,
             )
             return write_summary(self.job, folder, result)
 
@@ -146,26 +177,28 @@ class JobRun:
         self,
         folder: ShardFolder,
         summary: SourceSummary,
-        workers: Callable[[], JobWorkers],
+        workers: Callable[[], LocalWorker | WorkerPool],
         on_progress: Callable[[JobProgress], None] | None,
-    ) -> tuple[_RunProgress, int]:
+    ) -> tuple[RunProgress, int]:
         """Compute the missing shards; returns what was done, and the number of rows without a result."""
         job, manifest, found = self.job, folder.manifest, folder.check_shards()
         num_missing = sum(len(manifest.rows_of(shard)) for shard in found.missing)
-        progress = _RunProgress(
+        start = JobProgress(
             rows=manifest.rows,
-            earlier=manifest.rows - num_missing,
-            earlier_failed=found.failed_rows,
+            finished=manifest.rows - num_missing,
+            failed=found.failed_rows,
+            computed=0,
+            tokens=0,
+            seconds=0.0,
             in_flight=min(num_missing, job.rows_in_flight * job.workers),
             damaged_files=tuple(folder.results_file(shard).name for shard in found.damaged),
-            on_progress=on_progress,
         )
+        progress = RunProgress(start, on_progress)
         progress.tell()
         if found.missing:
             max_rows = max(job.window, job.rows_in_flight)
             groups = group_shards(found.missing, manifest, summary.positions, max_rows, job.workers)
-            callbacks = WorkerCallbacks(progress.add, progress.retry, progress.finish)
-            workers().run(groups, folder, callbacks)
+            workers().run(groups, folder, progress)
             self._source.check()
             found = folder.check_shards()
             if found.missing:
@@ -186,18 +219,18 @@ class JobRun:
         # Spread over the missing rows: a source may be sorted by length.
         chosen = {_missing_row(missing, manifest, number * num_missing // count) for number in range(count)}
         measured = [row for row in self._source if row.index in chosen] if chosen else []
-        from descant.jobs.local_worker import run_coroutine
+        from descant.jobs.workers.job_worker import run_coroutine
 
         seconds, outcomes = run_coroutine(_measure(model, measured)) if measured else (0.0, [])
-        tokens = sum(one.tokens for one in outcomes)
+        counts = functools.reduce(RowCounts.plus, (outcome.counts for outcome in outcomes), RowCounts())
         return JobEstimate(
             rows=manifest.rows,
             missing_rows=num_missing,
             shards=manifest.shards,
             missing_shards=len(missing),
             measured_rows=count,
-            failed_rows=sum(one.is_error for one in outcomes),
-            tokens_per_second=tokens / seconds if seconds else 0.0,
+            failed_rows=counts.failed,
+            tokens_per_second=counts.tokens / seconds if seconds else 0.0,
             seconds=seconds * num_missing / count if count else 0.0,
             fitting_workers=model.fitting_workers(),
         )
@@ -215,7 +248,7 @@ def _missing_row(missing: Sequence[int], manifest: JobManifest, number: int) -> 
 
 
 async def _measure(model: JobModel, rows: list[SourceRow]) -> tuple[float, list[RowOutcome]]:
-    from descant.jobs.job_worker import JobWorker
+    from descant.jobs.workers.job_worker import JobWorker
 
     with JobWorker(model) as worker:
         began = time.monotonic()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import NamedTuple
 
-__all__ = ["JobEstimate", "JobProgress", "JobResult"]
+__all__ = ["JobEstimate", "JobProgress", "JobResult", "RowCounts", "RunProgress"]
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,7 @@ class JobResult:
     drafted: tuple[int, ...] = ()  # draft tokens that this run fed, by their index in a draft
     accepted: tuple[int, ...] = ()  # and those of them that were accepted
     unique_rows: int | None = None  # with a text of their own; None: without `dedup`
-    damaged_files: tuple[
-        str, ...
-    ] = ()  # of shards that were not as written, and that this run has computed again
+    damaged_files: tuple[str, ...] = ()  # of shards that were not as written; computed again by this run
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,65 @@ class JobEstimate:
     tokens_per_second: float
     seconds: float  # for the missing rows, with one worker
     fitting_workers: int  # by the cores and the free memory of this machine
+
+
+class RowCounts(NamedTuple):
+    """Rows that have ended, and their tokens."""
+
+    rows: int = 0
+    failed: int = 0
+    tokens: int = 0
+    drafted: Sequence[int] = ()  # draft tokens that were fed, by their index in a draft
+    accepted: Sequence[int] = ()  # and those of them that were accepted
+
+    def plus(self, other: RowCounts) -> RowCounts:
+        """The sum of both; of counts by index the shorter ends with zeros."""
+        drafted, accepted = (
+            tuple(map(sum, zip_longest(*pair, fillvalue=0)))
+            for pair in ((self.drafted, other.drafted), (self.accepted, other.accepted))
+        )
+        rows, failed = self.rows + other.rows, self.failed + other.failed
+        return RowCounts(rows, failed, self.tokens + other.tokens, drafted, accepted)
+
+
+@dataclass
+class RunProgress:
+    """The rows that the workers of a run report, all in one thread: of complete groups, and of the others."""
+
+    start: JobProgress  # with the rows of earlier runs
+    on_progress: Callable[[JobProgress], None] | None
+    began: float = field(default_factory=time.monotonic)
+    complete: RowCounts = field(default_factory=RowCounts)
+    running: dict[int, RowCounts] = field(default_factory=dict)  # by the first shard of a group
+
+    def add(self, group: int, counts: RowCounts) -> None:
+        """Count rows of a group that is not complete."""
+        self.running[group] = self.running.get(group, RowCounts()).plus(counts)
+        self.tell()
+
+    def retry(self, group: int) -> None:
+        """Forget the rows of a group that is computed again; their tokens were generated all the same."""
+        tokens = self.running.pop(group, RowCounts()).tokens
+        self.complete = self.complete.plus(RowCounts(tokens=tokens))
+
+    def finish(self, group: int) -> None:
+        """Count a complete group."""
+        self.complete = self.complete.plus(self.running.pop(group, RowCounts()))
+
+    def tell(self) -> None:
+        """Report the state."""
+        if self.on_progress is None:
+            return
+        total = self.complete
+        for counts in self.running.values():
+            total = total.plus(counts)
+        self.on_progress(
+            replace(
+                self.start,
+                finished=self.start.finished + total.rows,
+                failed=self.start.failed + total.failed,
+                computed=total.rows,
+                tokens=total.tokens,
+                seconds=time.monotonic() - self.began,
+            )
+        )

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import torch
 
+from descant.api.chat_prompt import encode_prompt, require_chat_template, user_messages
 from descant.api.inputs import prepare_prompts
-from descant.api.prompt import encode_prompt, require_chat_template, user_messages
 from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits
-from descant.engine.request import Request
+from descant.engine.request import MERGED, Request
 from descant.errors import InputError
 from descant.jobs.description import (
     CONFIG_COLUMN,
@@ -66,9 +66,7 @@ class RowRequests:
         inputs = self._encode(row)
         self._check_length(inputs["input_ids"].shape[1], config)
         prompts = prepare_prompts(inputs, config, self.traits, self.device)
-        return Request(
-            prompts.prompt(0), config, prompts.inputs[0], tokenizer=self.tokenizer, config_merged=True
-        )
+        return Request(prompts.prompt(0), config, prompts.inputs[0], tokenizer=self.tokenizer, _call=MERGED)
 
     def _values(self, row: SourceRow) -> dict[str, Any]:
         """The generation parameters that a row sets."""

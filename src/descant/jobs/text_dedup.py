@@ -5,24 +5,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-from numpy.typing import NDArray
-
 from descant.core.atomic_file import write_bytes
 from descant.errors import InputError
-from descant.jobs.shard_formats import ShardFormat
+from descant.jobs.shards import ShardFormat
 
 __all__ = ["DEDUP_MODES", "DedupCounts", "UniqueRows", "UniqueShards", "find_unique_rows"]
 
 DEDUP_MODES: Final = ("exact", "normalized")
 UNIQUE_MANIFEST: Final = "manifest.json"
-MAX_DIGESTS: Final = 32_000_000  # in memory at once, about 50 bytes each while they are sorted
+MAX_DIGESTS: Final = 16_000_000  # in memory at once, about 100 bytes each
 _DIGEST_BYTES: Final = 16
 _FORMAT: Final = 2
 
@@ -39,22 +35,18 @@ class UniqueRows:
     """Which rows are kept, by their position among the rows with a result: one bit of memory each."""
 
     def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self._bits = np.zeros(-(-rows // 8), dtype=np.uint8)
+        self._bits = bytearray(-(-rows // 8))
 
-    def add(self, positions: NDArray[np.int64]) -> None:
-        """Keep rows."""
-        np.bitwise_or.at(self._bits, positions >> 3, (1 << (positions & 7)).astype(np.uint8))
+    def add(self, position: int) -> None:
+        """Keep a row."""
+        self._bits[position >> 3] |= 1 << (position & 7)
 
-    def mask(self, start: int, count: int) -> NDArray[np.bool_]:
-        """Whether each of `count` rows from position `start` on is kept [count]."""
-        positions = np.arange(start, start + count)
-        bits: NDArray[np.int64] = self._bits[positions >> 3] >> (positions & 7) & 1
-        return bits.astype(np.bool_)
+    def __contains__(self, position: int) -> bool:
+        return bool(self._bits[position >> 3] >> (position & 7) & 1)
 
     def count(self) -> int:
         """The number of rows that are kept."""
-        return int.from_bytes(self._bits.tobytes(), "little").bit_count()
+        return int.from_bytes(self._bits, "little").bit_count()
 
 
 def find_unique_rows(
@@ -68,15 +60,17 @@ def find_unique_rows(
     check_dedup_mode(mode)
     unique, passes = UniqueRows(rows), max(1, -(-rows // max_digests))
     for number in range(passes):
-        first = _FirstDigests(max_digests)
+        found: set[bytes] = set()
         position = -1
         for position, text in enumerate(read_texts()):
+            if position >= rows:
+                continue
             digest = _digest(text, mode)
-            if int.from_bytes(digest[:8], "little") * passes >> 64 == number:
-                first.add(digest, position)
+            if int.from_bytes(digest[:8], "little") * passes >> 64 == number and digest not in found:
+                found.add(digest)
+                unique.add(position)
         if position + 1 != rows:
             raise InputError("rows", f"must be the number of texts, which are {position + 1}", rows)
-        unique.add(first.positions())
     return unique
 
 
@@ -114,13 +108,8 @@ class UniqueShards:
             if path.name not in names:  # of an earlier job
                 path.unlink()
         counts = DedupCounts(rows, unique.count())
-        manifest = {
-            "format": _FORMAT,
-            "key": key,
-            "mode": mode,
-            **asdict(counts),
-            "digest": self._digest(names),
-        }
+        state = {"format": _FORMAT, "key": key, "mode": mode}
+        manifest = {**state, **asdict(counts), "digest": self._digest(names)}
         write_bytes(self.folder / UNIQUE_MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
         return counts
 
@@ -139,8 +128,7 @@ class UniqueShards:
     def _write_kept(self, path: Path, unique: UniqueRows, start: int) -> int:
         """Copy the kept rows of a shard, whose first has the position `start`; returns the number of rows."""
         records = list(self.shard_format.read(str(path)))
-        mask = unique.mask(start, len(records)).tolist()
-        kept = [record for record, is_kept in zip(records, mask, strict=True) if is_kept]
+        kept = [record for position, record in enumerate(records, start) if position in unique]
         write_bytes(self.folder / path.name, self.shard_format.encode(kept))
         return len(records)
 
@@ -160,43 +148,6 @@ def check_dedup_mode(mode: Any) -> None:
     """Raise InputError for an unknown mode."""
     if mode not in DEDUP_MODES:
         raise InputError("dedup", f"must be one of {', '.join(DEDUP_MODES)}", mode)
-
-
-class _FirstDigests:
-    """Digests with the position of their first row; repeated ones are removed when the memory is full."""
-
-    def __init__(self, limit: int) -> None:
-        self._digests, self._positions = bytearray(), array("q")
-        self._limit = limit
-
-    def add(self, digest: bytes, position: int) -> None:
-        """Add a digest; positions increase from call to call."""
-        if len(self._positions) >= self._limit:
-            self._compact()
-            # Almost all different: the ranges of digests are about even, so there are only a few more.
-            if 4 * len(self._positions) > 3 * self._limit:
-                self._limit = 2 * len(self._positions)
-        self._digests += digest
-        self._positions.append(position)
-
-    def positions(self) -> NDArray[np.int64]:
-        """The positions of the first rows, in order."""
-        self._compact()
-        return np.frombuffer(self._positions, dtype=np.int64)
-
-    def _compact(self) -> None:
-        words = np.frombuffer(self._digests, dtype="<u8").reshape(-1, 2)
-        # A stable sort: of equal digests the first row comes first.
-        order = np.lexsort((words[:, 1], words[:, 0]))
-        is_first = np.ones(len(order), dtype=bool)
-        is_first[1:] = False
-        for column in (0, 1):  # one after the other, since each is a copy
-            word = words[:, column][order]
-            is_first[1:] |= word[1:] != word[:-1]
-        kept = np.sort(order[is_first])
-        positions = np.frombuffer(self._positions, dtype=np.int64)[kept]
-        digests = bytearray(words[kept].tobytes())
-        self._digests, self._positions = digests, array("q", positions.tobytes())
 
 
 def _digest(text: str, mode: str) -> bytes:

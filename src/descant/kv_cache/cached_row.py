@@ -78,7 +78,7 @@ def unwrap_cache(cache: RowCache, rows: Tensor) -> tuple[KVCache, Tensor]:
 
 def is_lossless(store: object) -> bool:
     """Whether a cache returns every position exactly as it was written."""
-    return isinstance(store, ReadableCache) and store.max_rewind is None and store.lossless
+    return isinstance(store, ReadableCache) and store.max_rewind is None and store.exact_reads
 
 
 def layer_indices(store: ReadableCache) -> Sequence[int]:

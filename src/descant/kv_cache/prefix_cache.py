@@ -16,10 +16,10 @@ from torch import Tensor
 
 from descant.core.interfaces import Array, KVCache
 from descant.errors import InputError
-from descant.kv_cache.block_pool import BlockPool
+from descant.kv_cache.blocks.block_pool import BlockPool
 from descant.kv_cache.cached_row import CachedRow, read_layers
 from descant.kv_cache.model_state import ModelState
-from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.stores.paged import PagedStore
 
 __all__ = ["PrefixCache", "PrefixReport"]
 
@@ -79,7 +79,7 @@ class _BlockChain:
     """Consecutive blocks, readable as a cache with one row."""
 
     max_rewind: int | None = None
-    lossless = True
+    exact_reads = True
 
     def __init__(self, blocks: Sequence[_PrefixBlock | _PooledPrefixBlock], block: int) -> None:
         self._blocks = [block.layers for block in blocks]

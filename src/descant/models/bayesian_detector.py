@@ -19,10 +19,9 @@ from transformers.utils.generic import ModelOutput
 
 from descant.config.fields import RedactedMap
 from descant.core.atomic_file import write_files, write_text
-from descant.errors import InputError
-from descant.models.error_text import first_line
-from descant.models.loading import silence_transformers
-from descant.models.weight_files import WeightFiles
+from descant.errors import InputError, first_line
+from descant.models.loading.loading import silence_transformers
+from descant.models.loading.weight_files import WeightFiles
 
 __all__ = [
     "BayesianDetectorConfig",

@@ -14,8 +14,8 @@ from torch import Tensor
 from descant.core.interfaces import KVSpan, RowCache
 from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.recurrent_state import RecurrentStateCache, state_signature
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.recurrent_state import RecurrentStateCache, state_signature
 from descant.models.model_adapter import adapter_of
 from descant.models.transformers_model import TransformersModel
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from descant.models.aligned_sound import AlignedSoundModel, is_aligned_sound
-from descant.models.prepacked_weights import drop_stale_products
+from descant.models.fast.prepacked_weights import drop_stale_products
 from descant.models.transformers_model import TransformersModel
 
 if TYPE_CHECKING:

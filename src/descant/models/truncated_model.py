@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from descant.errors import UnsupportedModel
-from descant.models.module_copy import shallow_copy
-from descant.models.traits import traits_of
+from descant.models.forward.traits import traits_of
+from descant.models.wrapping.wrapped_model import shallow_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,12 +133,12 @@ class Lock:
                 if pins != before:
                     self._write(pins)
         except filelock.Timeout:
-            advice = "another process holds it; wait for that one to end"
-            raise RecipeError(self._name, f"the lock file is in use for {TIMEOUT:.0f} s: {advice}") from None
+            problem = f"is in use for {TIMEOUT:.0f} s: another process holds it; wait for that one to end"
+            raise self._error(problem) from None
         except OSError as error:
-            advice = f"set {PATH_VARIABLE} to a file that can be"
             reason = error.strerror or type(error).__name__
-            raise RecipeError(self._name, f"the lock file cannot be written ({reason}): {advice}") from None
+            problem = f"cannot be written ({reason}): set {PATH_VARIABLE} to a file that can be"
+            raise self._error(problem) from None
 
     def _write(self, pins: Mapping[str, Pin]) -> None:
         """Replace the file atomically."""
@@ -154,33 +153,24 @@ class Lock:
     def _read_text(self) -> str | None:
         """The text of the file; None if there is no file."""
         try:
-            # O_NONBLOCK: opening a pipe must not wait for its other end.
-            descriptor = os.open(
-                self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-            )
+            size = self.path.stat().st_size
+            if not self.path.is_file():  # to read a pipe would wait for its other end
+                raise self._unreadable_error("it is no regular file")
+            if size > MAX_BYTES:
+                raise self._unreadable_error(f"it is larger than {MAX_BYTES} bytes")
+            return self.path.read_bytes().decode()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._unreadable_error(error.strerror or type(error).__name__) from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise self._unreadable_error("it is no regular file")
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise self._unreadable_error(f"it is larger than {MAX_BYTES} bytes")
-        try:
-            return data.decode()
         except UnicodeDecodeError:
             raise self._unreadable_error("it is not UTF-8") from None
 
-    @property
-    def _name(self) -> str:
-        return str(self.path)
-
     def _unreadable_error(self, why: str) -> RecipeError:
-        advice = "fix it, or move it away and trust each recipe again"
-        return RecipeError(self._name, f"the lock file cannot be read ({why}): {advice}")
+        return self._error(f"cannot be read ({why}): fix it, or move it away and trust each recipe again")
+
+    def _error(self, problem: str) -> RecipeError:
+        return RecipeError(str(self.path), f"the lock file {problem}")
 
 
 def _default_path() -> Path:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from descant.config.fields import freeze
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
-from descant.core.traits import StrategyTraits
+from descant.core.interfaces import StrategyTraits
 from descant.errors import ConfigError, InputError, RecipeError
-from descant.recipes.kinds import KIND_METHODS, RECIPE_KINDS, REQUIRED_MEMBERS
+from descant.recipes.recipe_files import KIND_METHODS, RECIPE_KINDS, REQUIRED_MEMBERS
 
 if TYPE_CHECKING:
     from descant.recipes.recipe_files import RecipeFiles
+
 
 __all__ = ["Recipe"]
 

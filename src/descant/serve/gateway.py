@@ -14,11 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from descant.errors import EngineFull
-from descant.serve.access_log import AccessLog
-from descant.serve.api_errors import ApiError, api_error, in_words_of
-from descant.serve.exchange import Exchange
+from descant.serve.http.errors import ApiError, api_error, in_words_of
+from descant.serve.http.request import ClientDisconnected, RequestState
+from descant.serve.http.telemetry import AccessLog
 from descant.serve.settings import ServerSettings
-from descant.serve.streaming import ClientDisconnected
 
 __all__ = ["Gateway"]
 
@@ -37,7 +36,7 @@ class Gateway:
     """The outermost ASGI application: lets a request through, and sees to the end of it."""
 
     def __init__(self, app: ASGIApp, state: State, settings: ServerSettings, log: AccessLog) -> None:
-        self._app, self._state, self._settings, self._log = app, state, settings, log
+        self._app, self._shared, self._settings, self._log = app, state, settings, log
         self.num_active = 0  # requests other than those of probes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,62 +49,62 @@ class Gateway:
         if root and scope["path"].startswith(f"{root}{root}/"):
             # The server puts the root before every path, and a proxy may have left it there.
             scope["path"] = scope["path"][len(root) :]
-        exchange = Exchange()
-        scope.setdefault("state", {})["exchange"] = exchange
+        state = RequestState()
+        scope.setdefault("state", {})["request"] = state
         is_probe = _path(scope) in OPEN_PATHS
         self.num_active += not is_probe
         try:
-            await self._handle(exchange, scope, receive, send)
+            await self._handle(state, scope, receive, send)
         finally:
             self.num_active -= not is_probe
-            exchange.end()
-            self._record(exchange, scope)
+            state.end()
+            self._record(state, scope)
 
-    async def _handle(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle(self, state: RequestState, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                exchange.status = message["status"]
+                state.status = message["status"]
                 headers = list(message.get("headers", ()))
-                headers += [*_SECURITY_HEADERS, (b"x-request-id", _request_id(exchange, scope))]
+                headers += [*_SECURITY_HEADERS, (b"x-request-id", _request_id(state, scope))]
                 message = {**message, "headers": headers}
             await send(message)
 
         try:
-            self._check(exchange, scope)
+            self._check(state, scope)
             await self._app(scope, receive, send_with_headers)
         except ClientDisconnected:
-            exchange.is_disconnected = True
-            exchange.status = exchange.status or 499
+            state.is_disconnected = True
+            state.status = state.status or 499
         except HTTPException as error:
-            await self._send_error(exchange, _routing_error(error), send_with_headers)
+            await self._send_error(state, _routing_error(error), send_with_headers)
         except Exception as error:
-            failure = in_words_of(api_error(error), exchange.field_names)
+            failure = in_words_of(api_error(error), state.field_names)
             if failure.status >= 500 and failure.code == "internal_error":
-                exchange.failure = error
-            await self._send_error(exchange, failure, send_with_headers)
+                state.failure = error
+            await self._send_error(state, failure, send_with_headers)
         except asyncio.CancelledError:
-            exchange.is_disconnected = True
+            state.is_disconnected = True
             raise
 
-    def _check(self, exchange: Exchange, scope: Scope) -> None:
+    def _check(self, state: RequestState, scope: Scope) -> None:
         """Raise unless the request may pass."""
         path, headers = _path(scope), dict(scope["headers"])
         self._check_host(headers)
         if path in OPEN_PATHS:
             return
         authorization = headers.get(b"authorization")
-        exchange.key = self._settings.keys.authenticate(
+        state.key = self._settings.keys.authenticate(
             None if authorization is None else authorization.decode("latin-1")
         )
         if scope["method"] == "POST":
-            if self._state.is_draining:
+            if self._shared.is_draining:
                 raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1.0)
             if self.num_active > self._settings.max_connections:
                 raise ApiError(429, "too many requests at once", code="too_many_requests", retry_after=1.0)
-            if path.startswith(_GENERATION_PREFIX) and self._state.model.is_full:
+            if path.startswith(_GENERATION_PREFIX) and self._shared.model.is_full:
                 # Before anything is read or parsed: refusing must cost little.
                 raise api_error(EngineFull(0, 0))
-            exchange.lease = exchange.key.limiter.begin()
+            state.lease = state.key.limiter.begin()
 
     def _check_host(self, headers: MutableMapping[bytes, bytes]) -> None:
         """Raise for the name of another site, whose page would read this server's answers (DNS rebinding)."""
@@ -118,9 +117,9 @@ class Gateway:
             message = "this name of the server is not allowed: start it with --allowed-host"
             raise ApiError(403, message, code="host_not_allowed")
 
-    async def _send_error(self, exchange: Exchange, error: ApiError, send: Send) -> None:
-        exchange.error_code = error.code
-        if exchange.status:  # the response has begun: nothing but the end of the connection can tell
+    async def _send_error(self, state: RequestState, error: ApiError, send: Send) -> None:
+        state.error_code = error.code
+        if state.status:  # the response has begun: nothing but the end of the connection can tell
             return
         body = error.encode()
         headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
@@ -129,14 +128,14 @@ class Gateway:
             await send({"type": "http.response.start", "status": error.status, "headers": encoded})
             await send({"type": "http.response.body", "body": body})
 
-    def _record(self, exchange: Exchange, scope: Scope) -> None:
-        seconds = time.monotonic() - exchange.began
+    def _record(self, state: RequestState, scope: Scope) -> None:
+        seconds = time.monotonic() - state.began
         route = scope.get("route")
         path = getattr(route, "path", "other")
-        self._state.metrics.count(path, exchange, seconds)
-        self._log.write(scope["method"], path, exchange, seconds)
-        if self._state.spans is not None and scope["method"] == "POST":
-            self._state.spans.record(_path(scope), exchange, scope["headers"], seconds)
+        self._shared.metrics.count(path, state, seconds)
+        self._log.write(scope["method"], path, state, seconds)
+        if self._shared.spans is not None and scope["method"] == "POST":
+            self._shared.spans.record(_path(scope), state, scope["headers"], seconds)
 
 
 def _path(scope: Scope) -> str:
@@ -144,10 +143,10 @@ def _path(scope: Scope) -> str:
     return str(path[len(root) :] if root and path.startswith(root) else path)
 
 
-def _request_id(exchange: Exchange, scope: Scope) -> bytes:
+def _request_id(state: RequestState, scope: Scope) -> bytes:
     """The client's own id of the request, or ours."""
     given = dict(scope["headers"]).get(b"x-request-id", b"")
-    return given if _REQUEST_ID.fullmatch(given) else exchange.id.encode()
+    return given if _REQUEST_ID.fullmatch(given) else state.id.encode()
 
 
 def _routing_error(error: HTTPException) -> ApiError:

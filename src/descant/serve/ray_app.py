@@ -9,9 +9,8 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from descant.errors import InputError
-from descant.serve.api_keys import KeyRing
-from descant.serve.application import ServerApplication
-from descant.serve.assembly import EngineOptions, load_application
+from descant.serve.application import EngineOptions, ServerApplication, load_application
+from descant.serve.http.keys import KeyRing
 from descant.serve.settings import ServerSettings
 
 __all__ = ["RayArguments", "build_app"]

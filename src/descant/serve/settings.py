@@ -7,8 +7,8 @@ from typing import Any
 
 from descant.config.generation_config import GenerationConfig
 from descant.errors import ConfigError
-from descant.serve.api_errors import ApiError
-from descant.serve.api_keys import KeyRing
+from descant.serve.http.errors import ApiError
+from descant.serve.http.keys import KeyRing
 
 __all__ = ["ServerSettings", "check_model_name"]
 

@@ -10,11 +10,8 @@ from typing import Any
 from descant.core.interfaces import KVCache
 from descant.engine.session import Request
 from descant.errors import MissingExtra
-from descant.testing.admission_schedule import Schedule
-from descant.testing.cache_fuzzer import CacheFuzzer
-from descant.testing.cache_pair import CacheTraits
-from descant.testing.operations import operation_lists
-from descant.testing.outcome import TOLERANCE, compare, outcomes
+from descant.testing.cache_fuzzer import CacheFuzzer, CacheTraits, operation_lists
+from descant.testing.outcome import TOLERANCE, Schedule, compare, outcomes
 from descant.testing.reference_cache import ReferenceCache, Retention
 
 __all__ = ["CacheTraits", "ReferenceCache", "check_cache", "check_generation"]

@@ -1,33 +1,111 @@
-"""Applies random operations to caches and to reference caches, and compares them."""
+"""Applies random operations to caches and to reference caches, and compares them.
+
+An operation is decoded from a few bytes, all zeros being none. Row numbers are taken modulo the number of
+rows, and lists are cycled. So every list of operations is valid, also a shrunk one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from descant.core.interfaces import KVCache, KVSpan, VisibleSlots
-from descant.testing.cache_pair import CACHE_DECIDES, CachePair, CacheTraits
-from descant.testing.operations import (
-    CommitOp,
-    ExtendOp,
-    JoinOp,
-    MoveOp,
-    NewCacheOp,
-    Operation,
-    SaveOp,
-    SelectOp,
-    SwitchCacheOp,
-    WriteOp,
-    cycle_values,
-)
-from descant.testing.reference_cache import ReferenceCache
+from descant.testing.reference_cache import ReferenceCache, Retention
 
-__all__ = ["CacheFuzzer"]
+__all__ = ["CACHE_DECIDES", "CacheFuzzer", "CachePair", "CacheTraits", "operation_lists"]
+
+CACHE_DECIDES = "own"
+_NEVER = 10**9
+
+
+@dataclass(frozen=True)
+class CacheTraits:
+    """Traits of a cache that `check_cache` must know.
+
+    `retention` gives the visible positions of an evicting cache; "own" if the cache decides by attention.
+    `error` is the maximum error of a stored value, where all values are between -4 and 4.
+    """
+
+    retention: Retention | str | None = None
+    error: float = 0.0
+    capacity: int | None = None  # maximum positions per row
+    frees_memory: bool = False  # without rows it is as small as a new cache
+    # Per layer: heads, key size, value size.
+    shapes: tuple[tuple[int, int, int], ...] = ((2, 4, 4), (1, 4, 2))
+
+
+class CachePair:
+    """A cache and the reference that it must equal."""
+
+    def __init__(
+        self, cache: KVCache, reference: ReferenceCache, layers: int, max_lengths: Sequence[int] = ()
+    ) -> None:
+        self.cache, self.reference = cache, reference
+        self.max_lengths = list(max_lengths)  # [R] the longest length that each row ever had
+        self.written_lengths = [[length] * layers for length in self.lengths]  # [R][layer]
+        self.promised_lengths = [0] * len(self.written_lengths)  # [R] what was told to be committed
+        # [R] first position written only in the first layer: never committed.
+        self.partial_from = [_NEVER] * len(self.written_lengths)
+        self._num_layers = layers
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed lengths [R]."""
+        lengths: list[int] = self.reference.lengths.tolist()
+        return lengths
+
+    @property
+    def has_uncommitted(self) -> bool:
+        """Whether there are uncommitted writes."""
+        return any(
+            max(layer_lengths) > length
+            for layer_lengths, length in zip(self.written_lengths, self.lengths, strict=True)
+        )
+
+    def clear_partial(self, row: int) -> None:
+        """Note that a partly written row was written in all layers."""
+        self.partial_from[row] = _NEVER
+
+    def extend(self, rows: int) -> None:
+        """Append empty rows to both."""
+        for cache in (self.cache, self.reference):
+            cache.extend(rows)
+        self.max_lengths += [0] * rows
+        self.written_lengths += [[0] * self._num_layers for _ in range(rows)]
+        self.promised_lengths += [0] * rows
+        self.partial_from += [_NEVER] * rows
+
+    def commit(self, parents: Sequence[int] | None, lengths: Sequence[int]) -> None:
+        """Commit in both."""
+        for cache in (self.cache, self.reference):
+            parent_index = None if parents is None else torch.tensor(parents, dtype=torch.long)
+            cache.commit(parent_index, torch.tensor(lengths, dtype=torch.long))
+        if parents is not None:
+            self.max_lengths = [self.max_lengths[row] for row in parents]
+        self.max_lengths = [max(pair) for pair in zip(self.max_lengths, lengths, strict=True)]
+        self.written_lengths = [[length] * self._num_layers for length in lengths]
+        self.promised_lengths = [0] * len(lengths)
+        self.partial_from = [_NEVER] * len(lengths)
+
 
 _MAX_ROWS, _MAX_CACHES = 6, 3
+_MAX_WIDTH = 7  # positions of a forward
+_NUM_BYTES = 10  # of an operation; drawing field by field would take most of the time
+_CUT_CHOICES = (0, 0, 0, 1, 1, 2, 3, 5, 99)  # the last cuts everything
+_OPERATIONS = (
+    "nothing", *["write"] * 9, *["commit"] * 6, "extend", "extend", "select", "new", "join", "switch",
+    "switch", "save", "move",
+)  # fmt: skip
+
+
+def operation_lists(strategies: Any) -> Any:
+    """A hypothesis strategy for lists of operations."""
+    operation = strategies.binary(min_size=_NUM_BYTES, max_size=_NUM_BYTES)
+    return strategies.lists(operation, min_size=10, max_size=24)
 
 
 class CacheFuzzer:
@@ -40,7 +118,7 @@ class CacheFuzzer:
         self._num_values = 0
         self._log: list[str] = []
 
-    def run(self, operations: Sequence[Operation]) -> None:
+    def run(self, operations: Sequence[bytes]) -> None:
         """Apply the operations, and read every cache after the last one."""
         self._add_new_cache(1)
         try:
@@ -51,9 +129,9 @@ class CacheFuzzer:
                 for index in range(len(self._pairs)):
                     self._current = index
                     self._log.append(f"look at cache {index}")
-                    self._write(WriteOp())
+                    self._write()
                     if commits:
-                        self._commit(CommitOp())
+                        self._commit()
         except Exception as error:
             reason = error if isinstance(error, AssertionError) else f"{type(error).__name__}, {error}"
             log = "\n  ".join(self._log)
@@ -67,29 +145,37 @@ class CacheFuzzer:
     def _layers(self) -> int:
         return len(self._traits.shapes)
 
-    def _apply(self, operation: Operation) -> None:
-        pair = self._pair
+    def _apply(self, data: bytes) -> None:
+        """Apply an operation; small bytes give simple ones."""
+        pair, (one, two, three, four) = self._pair, data[1:5]
         free_rows = _MAX_ROWS - len(pair.reference)
-        match operation:
-            case ExtendOp(rows) if free_rows > 0:
-                self._log.append(f"extend({min(rows, free_rows)})")
-                pair.extend(min(rows, free_rows))
-            case WriteOp():
-                self._write(operation)
-            case CommitOp():
-                self._commit(operation)
-            case SelectOp(rows):
-                self._select([row % len(pair.reference) for row in rows] if len(pair.reference) else [])
-            case JoinOp() if len(self._pairs) > 1:
+        match _OPERATIONS[data[0] % len(_OPERATIONS)]:
+            case "extend" if free_rows > 0:
+                rows = min(1 + one % 3, free_rows)
+                self._log.append(f"extend({rows})")
+                pair.extend(rows)
+            case "write":
+                skipped = tuple(bool(two >> at & 1) for at in range(4)) if two > 128 else (False,)
+                offsets = tuple(three >> 2 * at & 3 for at in range(3)) if three > 160 else (0,)
+                num_drafts = four % 4 if 140 < four <= 200 else None
+                self._write(1 + one % _MAX_WIDTH, skipped, offsets, four > 200, num_drafts)
+            case "commit":
+                parents = [at % 6 for at in data[2 : 2 + one % 7]] if one > 128 else None
+                cuts = [_CUT_CHOICES[at % len(_CUT_CHOICES)] for at in data[8:10]]
+                self._commit(parents, cuts if data[8] > 150 else (0,))
+            case "select":
+                count = len(pair.reference)
+                self._select([at % 6 % count for at in data[2 : 2 + one % 5]] if count else [])
+            case "join" if len(self._pairs) > 1:
                 self._join()
-            case NewCacheOp(rows):
-                self._add_new_cache(rows)
-            case SwitchCacheOp() if len(self._pairs) > 1:
+            case "new":
+                self._add_new_cache(1 + one % 3)
+            case "switch" if len(self._pairs) > 1:
                 self._current = (self._current + 1) % len(self._pairs)
                 self._log.append(f"turn to cache {self._current}")
-            case SaveOp():
+            case "save":
                 self._save()
-            case MoveOp():
+            case "move":
                 self._log.append("to(cpu)")
                 pair.cache.to("cpu")
 
@@ -157,13 +243,13 @@ class CacheFuzzer:
         self._add(self._pair_of_rows(loaded, range(len(self._pair.reference))))
 
     # -------------------------------------------------------------------- rows
-    def _commit(self, operation: CommitOp) -> None:
+    def _commit(self, requested: Sequence[int] | None = None, cuts: Sequence[int] = (0,)) -> None:
         """Reorder, fork, drop and truncate rows; or only truncate; or nothing."""
         pair, max_rewind = self._pair, self._pair.cache.max_rewind
-        requested, count = operation.parents, len(pair.reference)
+        count = len(pair.reference)
         parents = range(count) if requested is None else [row % count for row in requested] if count else []
         lengths = []
-        for row, cut in zip(parents, cycle_values(operation.cuts, len(parents)), strict=True):
+        for row, cut in zip(parents, _cycled(cuts, len(parents)), strict=True):
             written = min(*pair.written_lengths[row], pair.partial_from[row])
             min_length = max(
                 pair.promised_lengths[row], 0 if max_rewind is None else pair.max_lengths[row] - max_rewind
@@ -173,40 +259,42 @@ class CacheFuzzer:
         self._log.append(f"commit({None if requested is None else parents}, {lengths})")
         pair.commit(None if requested is None else parents, lengths)
 
-    def _write(self, operation: WriteOp) -> None:
+    def _write(
+        self,
+        width: int = 1,
+        skipped_rows: Sequence[bool] = (False,),
+        start_offsets: Sequence[int] = (0,),
+        first_layer_only: bool = False,
+        num_drafts: int | None = None,
+    ) -> None:
+        """One forward, of which all but the last `num_drafts` positions will be committed."""
         pair = self._pair
-        skipped = cycle_values(operation.skipped_rows, len(pair.reference))
+        skipped = _cycled(skipped_rows, len(pair.reference))
         rows = [
             row for row, is_skipped in enumerate(skipped) if not is_skipped and not pair.promised_lengths[row]
         ]
-        layers = 1 if operation.first_layer_only else self._layers
-        offsets = cycle_values(operation.start_offsets, len(pair.reference))
+        layers, offsets = 1 if first_layer_only else self._layers, _cycled(start_offsets, len(skipped))
         starts = [min(pair.lengths[row] + offsets[row], *pair.written_lengths[row][:layers]) for row in rows]
-        width, capacity = operation.width, self._traits.capacity
+        capacity = self._traits.capacity
         if capacity is not None and rows:
             # Padding of a shorter row may exceed the capacity.
             width = min(width, capacity - (max(starts) if len(set(starts)) == 1 else min(starts)))
         if not rows or width < 1 or (capacity is not None and max(starts) >= capacity):
             return
         all_rows = len(rows) == len(skipped)
-        start_text = f"{starts[0]}" if len(set(starts)) == 1 else f"{starts}"
+        is_level = len(set(starts)) == 1
         self._log.append(
-            f"update({'all' if all_rows else f'rows {rows}'}, start={start_text}, width={width}"
-            f"{', layer 0 alone' if operation.first_layer_only else ''}"
-            f"{'' if operation.num_drafts is None else f', the last {operation.num_drafts} guessed'})"
+            f"update({'all' if all_rows else f'rows {rows}'}, start={starts[0] if is_level else starts}, "
+            f"width={width}{', layer 0 alone' if first_layer_only else ''}"
+            f"{'' if num_drafts is None else f', the last {num_drafts} guessed'})"
         )
-        start = starts[0] if len(set(starts)) == 1 else torch.tensor(starts)
+        start = starts[0] if is_level else torch.tensor(starts)
         index = None if all_rows else torch.tensor(rows)
         span = KVSpan(index, start, width, max(starts) + width)
         if self._num_values % 2:  # who feeds a cache may tell it what a device has, and need not
             span = span._replace(host_rows=index, host_starts=None if isinstance(start, int) else start)
-        if operation.num_drafts is not None and not operation.first_layer_only:
-            committed = [
-                max(self._num_real_slots(start, width) - operation.num_drafts, 0) for start in starts
-            ]
-            span = span._replace(num_committed=torch.tensor(committed))
-            for row, row_start, count in zip(rows, starts, committed, strict=True):
-                pair.promised_lengths[row] = row_start + count
+        if num_drafts is not None and not first_layer_only:
+            span = self._promise(rows, starts, span, num_drafts)
         visible = [pair.cache.visible_slots(layer, span) for layer in range(layers)]
         for layer, slots in enumerate(visible):
             key = self._unique_values(layer, len(rows), width)
@@ -227,10 +315,17 @@ class CacheFuzzer:
             for row, row_start in zip(rows, starts, strict=True):
                 pair.written_lengths[row][layer] = row_start + self._num_real_slots(row_start, width)
         for row, row_start in zip(rows, starts, strict=True):
-            if operation.first_layer_only:
+            if first_layer_only:
                 pair.partial_from[row] = min(pair.partial_from[row], row_start)
             elif row_start <= pair.partial_from[row]:
                 pair.clear_partial(row)
+
+    def _promise(self, rows: Sequence[int], starts: Sequence[int], span: KVSpan, num_drafts: int) -> KVSpan:
+        """The span, told which of its positions will be committed."""
+        committed = [max(self._num_real_slots(start, span.width) - num_drafts, 0) for start in starts]
+        for row, start, count in zip(rows, starts, committed, strict=True):
+            self._pair.promised_lengths[row] = start + count
+        return span._replace(num_committed=torch.tensor(committed))
 
     def _num_real_slots(self, start: int, width: int) -> int:
         """The number of written slots within the capacity."""
@@ -390,6 +485,11 @@ class CacheFuzzer:
 
     def _fail(self, message: str) -> NoReturn:
         raise AssertionError(message)
+
+
+def _cycled(values: Sequence[Any], count: int) -> list[Any]:
+    """The first `count` values of a cycle."""
+    return [values[index % len(values)] for index in range(count)]
 
 
 def _is_tensor(value: object) -> bool:

@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import torch
 
-from descant.engine.planner import as_model
+from descant.engine.planning.planner import as_model
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Failed, Finished, Request, Session
-from descant.engine.table import Table
+from descant.engine.tables.table import Table
 from descant.kv_cache.cached_row import unwrap_cache
-from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.stores.paged import PagedStore
 from descant.testing.outcome import Outcome
 
 __all__ = ["MODEL_SEAMS", "FaultInjector", "check_isolation"]

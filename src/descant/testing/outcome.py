@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,9 +15,64 @@ from descant.core.records import Hypothesis, Observation
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Failed, Finished, Request, Session, Tokens
 from descant.errors import DescantError
-from descant.testing.admission_schedule import Schedule
 
-__all__ = ["Outcome", "compare", "outcomes"]
+__all__ = ["Outcome", "Schedule", "check_schedule", "compare", "failing_request", "outcomes"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The requests, by index, that are admitted and cancelled before each step.
+
+    Requests of one step are admitted in the given order, in one call or one by one (`admit_together`).
+    """
+
+    admissions: Mapping[int, Sequence[int]]
+    cancellations: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    admit_together: bool = True
+
+    @classmethod
+    def at_once(cls, order: Sequence[int]) -> Schedule:
+        """All requests before the first step, in this order."""
+        return cls({0: list(order)})
+
+    @classmethod
+    def random(
+        cls, rng: random.Random, requests: int, cancelled: Sequence[int] = (), latest: int = 8
+    ) -> Schedule:
+        """A random schedule of `requests` requests; those in `cancelled` are cancelled some steps later."""
+        order = list(range(requests))
+        rng.shuffle(order)
+        admissions: dict[int, list[int]] = {}
+        cancels: dict[int, list[int]] = {}
+        for index in order:
+            step = rng.randint(0, latest)
+            admissions.setdefault(step, []).append(index)
+            if index in cancelled:
+                cancels.setdefault(step + rng.randint(0, latest), []).append(index)
+        return cls(admissions, cancels, rng.random() < 0.5)
+
+    @property
+    def last_step(self) -> int:
+        """The last step with an admission or cancellation."""
+        return max((*self.admissions, *self.cancellations), default=0)
+
+
+class _BlockAllProcessor:
+    """A callable processor that masks every token after `steps` calls."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps_left = steps
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
+        self._steps_left -= 1
+        return scores if self._steps_left >= 0 else torch.full_like(scores, -torch.inf)
+
+
+def failing_request(request: Request, steps: int) -> Request:
+    """The request, changed to fail after `steps` steps: every score is -inf then."""
+    processors: tuple[Any, ...] = (*request.logits_processor, _BlockAllProcessor(steps))
+    return replace(request, logits_processor=processors)
+
 
 TOLERANCE = 1e-4
 
@@ -165,3 +221,42 @@ def _compare_logits(
 
 def _describe_end(outcome: Outcome) -> str:
     return "sequences" if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
+
+
+def check_schedule(
+    model: Any, requests: Sequence[Request], schedules: int = 10, seed: int = 0, tolerance: float = TOLERANCE
+) -> None:
+    """A request has the same result under any schedule as alone.
+
+    Every schedule has random budgets for rows, tokens and blocks, as small as the largest request allows,
+    random chunks of prompts, priorities, steps of admission, and one request that is cancelled.
+    """
+    alone = [outcomes(model, [one])[0] for one in requests]
+    rng = random.Random(seed)
+    for number in range(schedules):
+        config = _random_config(rng, model, requests)
+        given = [replace(one, priority=rng.randint(-2, 2)) for one in (*requests, rng.choice(requests))]
+        schedule = Schedule.random(rng, len(given), cancelled=[len(given) - 1])
+        actual = outcomes(model, given, schedule, scheduler=config)
+        for index, expected in enumerate(alone):
+            compare(expected, actual[index], f"request {index} in schedule {number}, {config}", tolerance)
+
+
+def _random_config(rng: random.Random, model: Any, requests: Sequence[Request]) -> SchedulerConfig:
+    """Budgets under which each of the requests can run."""
+    block_size = rng.choice((1, 4, 16))
+    sized = SchedulerConfig(block_size=block_size)
+    demands = [Session(model, scheduler=sized).demand(one) for one in requests]
+    rows = max(one.rows for one in demands)
+    tokens = max(max(one.tokens_per_step, one.prompt_tokens) for one in demands)
+    blocks = max(one.max_blocks(sized) for one in demands)
+    return SchedulerConfig(
+        block_size=block_size,
+        max_running_rows=rows + rng.choice((0, 2, 8, 100)),
+        max_step_tokens=rng.choice((None, tokens, 2 * tokens)),
+        chunk_tokens=rng.choice((None, 1, 3, 8)),
+        num_blocks=rng.choice((None, blocks, blocks + blocks // 2, 3 * blocks)),
+        ageing=rng.choice((0.0, 1.0)),
+        preemption=rng.choice(("never", "growth", "priority")),
+        headroom=rng.choice((0.0, 0.1)),
+    )

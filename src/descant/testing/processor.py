@@ -14,7 +14,7 @@ from descant.core.context import columns_from_rows
 from descant.core.interfaces import Processor
 from descant.core.records import Context, RowParams
 from descant.core.rows import Rows
-from descant.decoding.processors import as_processor
+from descant.decoding.processors.base import as_processor
 
 __all__ = ["check_processor"]
 

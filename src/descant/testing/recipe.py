@@ -15,10 +15,10 @@ from descant.api.stream import stream
 from descant.config.generation_config import GenerationConfig
 from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows
-from descant.engine.planner import as_model, make_plan
+from descant.engine.planning.planner import as_model, make_plan
 from descant.engine.session import Request
 from descant.errors import ConfigError, InputError
-from descant.models.tiny_llama import toy
+from descant.models.loading.tiny_llama import toy
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
 from descant.testing.drafter import check_drafter

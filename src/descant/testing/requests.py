@@ -11,8 +11,7 @@ import torch
 
 from descant.engine.session import Request
 from descant.errors import InputError, RowError
-from descant.testing.admission_schedule import Schedule, failing_request
-from descant.testing.outcome import TOLERANCE, Outcome, compare, outcomes
+from descant.testing.outcome import TOLERANCE, Outcome, Schedule, compare, failing_request, outcomes
 
 __all__ = ["check_admission", "check_batch", "check_seed"]
 

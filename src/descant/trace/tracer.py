@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from descant.core.rows import Rows
 from descant.errors import InputError
 from descant.tokenization.token_bytes import TokenBytes
 from descant.trace.logit_summary import LogitPosition, LogitSummary, fetch_choices
-from descant.trace.record_buffer import RecordBuffer
 from descant.trace.records import (
     RequestRecord,
     ResultRecord,
@@ -27,12 +26,57 @@ from descant.trace.records import (
     TokenTexts,
     TraceHeader,
     TraceRecord,
+    TruncationRecord,
     round_finite,
+    to_json_line,
 )
 from descant.trace.trace import Trace
 from descant.trace.trace_data import MAX_TRACE_BYTES
 
-__all__ = ["Tracer"]
+__all__ = ["RecordBuffer", "Tracer"]
+
+_DETAIL_SHARE: Final = 0.7  # share of the limit beyond which only the chosen tokens are recorded
+_STEP_SHARE: Final = 0.9  # share beyond which no steps are recorded, to leave room for results
+_RESERVED_BYTES: Final = 256  # for truncation records
+
+
+class RecordBuffer:
+    """Records whose JSON lines never exceed the byte limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.records: list[TraceRecord] = []
+        self.num_bytes = 0
+        self._truncated: set[str] = set()
+
+    def is_truncated(self, category: str) -> bool:
+        """Whether records of this category are no longer accepted."""
+        return category in self._truncated
+
+    def add(self, *records: TraceRecord, what: str, step: int) -> bool:
+        """Append records that belong together if they fit, else note the truncation; whether they fit."""
+        lines = [to_json_line(record) for record in records]
+        size = sum(map(len, lines)) + len(lines)
+        limit = self.limit * _STEP_SHARE if what in ("steps", "requests") else self.limit
+        if self.is_truncated(what) or self.num_bytes + size > limit - _RESERVED_BYTES:
+            self.truncate(what, step)
+            return False
+        self._append(*records, size=size)
+        if self.num_bytes > self.limit * _DETAIL_SHARE:
+            self.truncate("details", step + 1)
+        return True
+
+    def truncate(self, category: str, step: int) -> None:
+        """Accept no records of this category from this step on."""
+        if not self.is_truncated(category):
+            self._truncated.add(category)
+            note = TruncationRecord(step, category)
+            self._append(note, size=len(to_json_line(note)) + 1)
+
+    def _append(self, *records: TraceRecord, size: int) -> None:
+        self.records += records
+        self.num_bytes += size
+
 
 _MIN_LIMIT = 4096  # bytes
 

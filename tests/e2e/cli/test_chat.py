@@ -8,7 +8,9 @@ import sys
 import pytest
 
 import descant as package
-from descant.cli.chat import chat_commands, conversation, line_input, state_files
+from descant.cli.chat import chat_commands, conversation
+from descant.cli.chat import command as line_input
+from descant.cli.chat import conversation as state_files
 
 OPTIONS = ("--max-new-tokens", 6)
 HINT = "/help lists commands, /exit leaves\n"

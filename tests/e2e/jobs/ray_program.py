@@ -17,7 +17,7 @@ import ray
 
 from descant import InputError
 from descant.jobs import Job, JobProgress
-from descant.jobs.job_messages import job_values
+from descant.jobs.description import job_values
 from tools.job_battery.ray_environment import ray_environment
 from tools.job_battery.ray_node import RayNode
 

@@ -18,8 +18,8 @@ import pytest
 
 from descant import GenerationConfig, WorkerFailed
 from descant.jobs import Job, JobProgress
-from descant.jobs.worker_pool import WorkerPool
-from descant.models.loading import load
+from descant.jobs.workers.worker_pool import WorkerPool
+from descant.models.loading.loading import load
 from tools.battery.subject import model_folder
 
 SCORER = """
@@ -136,7 +136,7 @@ def test_workers_that_never_start_end_the_run(make_job, monkeypatch) -> None:
 def test_a_worker_ends_with_the_process_that_started_it(make_job) -> None:
     pool = WorkerPool(make_job(["a"]), "run")
     pool.digest()
-    [worker] = pool._workers
+    worker: Any = pool._workers[0]
     assert worker.process.stdin is not None
     worker.process.stdin.close()  # as the end of this process does
     began = time.monotonic()

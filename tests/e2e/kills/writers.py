@@ -23,13 +23,13 @@ import torch
 from safetensors import safe_open
 
 import descant
-from descant.cli import detection_output
 from descant.cli.show import write_output
+from descant.cli.watermark import detectors as detection_output
 from descant.config.cache_config import QuantizedCacheConfig
-from descant.config.hub import commit as hub_commit
-from descant.decoding.watermark.schemes.keys import new_settings, write_settings
+from descant.config.hub import client as hub_commit
+from descant.decoding.watermark.keys import new_settings, write_settings
 from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel, save_detector
-from descant.models.tiny_llama import toy
+from descant.models.loading.tiny_llama import toy
 from descant.recipes.lock import Lock, Pin
 from descant.recipes.scaffold import new_recipe
 

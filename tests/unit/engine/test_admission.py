@@ -14,7 +14,7 @@ import torch
 from descant import Finished, GenerationConfig, InputError, PrefixCache, Session
 from descant.decoding.guidance.model_wrapper import ModelWrapper
 from descant.engine.request import TextMatchers
-from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.stores.dense import DenseStore
 from descant.testing import outcomes
 from descant.trace.tracer import Tracer
 from tests.contracts.subjects import requests

@@ -9,9 +9,9 @@ import torch
 
 from descant import InputError
 from descant.core.interfaces import KVSpan
-from descant.engine.prefix_reuse import as_cached_row
+from descant.engine.tables.prefix_reuse import as_cached_row
 from descant.kv_cache.cached_row import CachedRow
-from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.stores.dense import DenseStore
 
 
 def filled(rows):

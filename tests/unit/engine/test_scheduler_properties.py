@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from descant.engine.scheduling.ageing_scheduler import AgeingScheduler
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.plan import StepReport
+from descant.engine.scheduling.plan import ScheduledRequest, StepReport
 from descant.engine.scheduling.request_entry import RequestEntry, RunningEntries
-from descant.engine.scheduling.scheduled_request import ScheduledRequest
 from tools.simulate.pool_engine import BrokenInvariant
 from tools.simulate.schedules import run_schedule
 
@@ -130,7 +129,7 @@ def test_the_books_agree_with_a_recount():
 
 def check_sums(running: RunningEntries) -> None:
     entries: list[RequestEntry] = list(running.entries.values())
-    assert running.rows == sum(entry.rows for entry in entries)
+    assert running.rows == sum(entry.request.rows for entry in entries)
     assert running.step_tokens == sum(entry.step_tokens for entry in entries)
     assert running.decode_tokens == sum(entry.step_tokens for entry in running.decoding.values())
     assert running.charged == sum(entry.charge for entry in entries)

@@ -20,7 +20,7 @@ from descant import (
     Tracer,
     TraceRecords,
 )
-from descant.engine.model_factory import as_model
+from descant.engine.planning.model_factory import as_model
 from descant.testing import outcomes
 from descant.trace.records import RequestRecord, ResultRecord, StepRecord, TraceHeader
 from tests.support.markov_model import Chain

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from descant.jobs.attempt_log import FOLDER, AttemptLog
+from descant.jobs.workers.attempt_log import FOLDER, AttemptLog
 
 
 def end_worker(log: AttemptLog) -> None:

@@ -10,7 +10,7 @@ import torch
 from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
 from descant.errors import InputError
-from descant.kv_cache.offloaded import OffloadedStaticStore, OffloadedStore
+from descant.kv_cache.stores.offloaded import OffloadedStaticStore, OffloadedStore
 from descant.testing import CacheTraits, ReferenceCache, check_cache
 from descant.testing.outcome import compare, outcomes
 from tests.contracts.subjects import of_method

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import descant
-from descant.engine.model_factory import as_model
+from descant.engine.planning.model_factory import as_model
 from descant.models import aligned_sound
 from descant.models.kv_shape import kv_shape_of
 from tools.sweep.catalogue import entries

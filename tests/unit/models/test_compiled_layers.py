@@ -15,15 +15,14 @@ from descant import GenerationConfig, InputError, Request, SchedulerConfig, Unsu
 from descant.core.interfaces import KVSpan
 from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.kv_cache import decode_attention, paged_decode_attention
-from descant.kv_cache.decode_attention import DecodeAttention
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.packed_span import PackedSpan
-from descant.kv_cache.paged import PagedStore
-from descant.models import bfloat16_product
-from descant.models.compiled_layers import CompiledLayers, compiled_layers_of
+from descant.kv_cache.attention.packed_span import PackedSpan
+from descant.kv_cache.kernels.decode_attention import DecodeAttention, KernelAttention, PagedDecodeAttention
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
+from descant.models.fast import products as bfloat16_product
+from descant.models.fast.compiled_layers import CompiledLayers, compiled_layers_of
+from descant.models.fast.packed_forward import PackedForwards
 from descant.models.fast_paths import fast_paths
-from descant.models.packed_forward import PackedForwards
 from descant.models.transformers_model import TransformersModel
 from descant.testing import check_batch, check_drafts, check_schedule, outcomes
 
@@ -78,7 +77,7 @@ def test_layers_run_compiled(compiled, monkeypatch):
         raise AssertionError("the code of a layer was run")
 
     for layer in compiled.model.layers:
-        monkeypatch.setattr(layer.forward, "_plain", fail)
+        monkeypatch.setattr(layer.forward, "plain", fail)
     descant.generate(compiled, torch.arange(12).view(2, 6), max_new_tokens=4)
     descant.generate(compiled, torch.arange(6).view(1, 6), max_new_tokens=4)
 
@@ -92,8 +91,7 @@ def test_laws_hold(compiled):
 @pytest.mark.parametrize("has_kernel", [True, False])
 def test_other_caches_and_chunks(plain, compiled, has_kernel, monkeypatch):
     if not has_kernel:
-        for module in (decode_attention, paged_decode_attention):
-            monkeypatch.setattr(module, "_decode_kernel", lambda _dtype: None)
+        monkeypatch.setattr(KernelAttention, "kernel", lambda *_: None)
     prompts = [Request(list(range(4, 40)), GenerationConfig(max_new_tokens=8)), *requests()]
     for scheduler in (None, SchedulerConfig(num_blocks=64, chunk_tokens=7), SchedulerConfig(chunk_tokens=5)):
         found = outcomes(compiled, prompts, scheduler=scheduler)
@@ -108,7 +106,7 @@ def test_hidden_states_come_from_the_compiled_layers(plain, compiled, monkeypatc
         expected = descant.generate(plain, prompt, **settings).hidden_states
         with monkeypatch.context() as patch:
             for layer in compiled.model.layers:
-                patch.setattr(layer.forward, "_plain", None)
+                patch.setattr(layer.forward, "plain", None)
             found = descant.generate(compiled, prompt, **settings).hidden_states
         assert len(found) == len(expected) == 3
         for step, other in zip(found, expected, strict=True):
@@ -154,7 +152,7 @@ def test_attentions_and_plain_models_are_not_packed_for_states(plain, compiled):
 
 
 def test_the_report_names_the_kernel_of_the_cache(compiled, monkeypatch):
-    monkeypatch.setattr(paged_decode_attention, "_decode_kernel", lambda _dtype: None)
+    monkeypatch.setattr(PagedDecodeAttention, "kernel", lambda *_: None)
     for cache, kernel in ((DenseStore(), " a kernel"), (PagedStore(), " no kernel")):
         path = next(one for one in fast_paths(compiled, cache) if one.name == "compiled layers")
         assert path.detail.endswith(f"{kernel} for decode attention")
@@ -237,7 +235,7 @@ def test_half_precision(plain, monkeypatch):
     with descant.compile_layers(model) as layers:
         assert layers.num_graphs == 2  # one is for single tokens
         for layer in model.model.layers:
-            monkeypatch.setattr(layer.forward, "_plain", None)
+            monkeypatch.setattr(layer.forward, "plain", None)
         found = [descant.generate(model, one, **settings).logits for one in prompts]
         path = next(one for one in fast_paths(model) if one.name == "compiled layers")
         assert path.detail.endswith("graphs: 2, a kernel for decode attention")
@@ -328,7 +326,7 @@ def test_weights_may_change_in_place(plain, compiled):
 
 
 def test_prepacked_weights_are_used(plain, monkeypatch):
-    monkeypatch.setattr("descant.models.prepacked_weights._MIN_NUMEL", 1)
+    monkeypatch.setattr("descant.models.fast.prepacked_weights._MIN_NUMEL", 1)
     model = copy.deepcopy(plain)
     with descant.prepack_weights(model) as packed, descant.compile_layers(model) as layers:
         assert tokens(model) == tokens(plain)

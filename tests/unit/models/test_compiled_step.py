@@ -18,15 +18,15 @@ import descant
 from descant import GenerationConfig, Request, Session
 from descant.config.compile_config import CompileConfig
 from descant.errors import ConfigError, UnsupportedModel
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.static import StaticStore
-from descant.models.compiled_step import (
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.static import StaticStore
+from descant.models.fast.compiled_step import (
     CompilableStore,
     _GroupedKVProxy,
     compiled_steps_of,
     uncompilable_reason,
 )
-from descant.models.traits import traits_of
+from descant.models.forward.traits import traits_of
 from descant.testing import ReferenceCache
 from descant.testing.outcome import compare, outcomes
 from tests.contracts.subjects import METHODS, mixed, of_method, requests

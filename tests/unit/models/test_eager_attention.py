@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import descant
-from descant.models.eager_attention import with_eager_attention
+from descant.models.compat.eager_attention import with_eager_attention
 
 ASKED = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_attentions": True}
 

@@ -15,9 +15,10 @@ import descant
 from descant.engine.latent_requests import latent_requests
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Failed, Finished, Session
-from descant.models.latents.latent_model import LatentModel, is_latent_model
-from descant.models.latents.output import audio_latents
-from descant.models.latents.sequence import LATENT_INPUT, EndOfSpeech
+from descant.models.audio.latents.latent_model import LatentModel, is_latent_model
+from descant.models.audio.latents.output import audio_latents
+from descant.models.audio.latents.preparation import EndOfSpeech
+from descant.models.audio.latents.sequence import LATENT_INPUT
 from tools.sweep.media import subject
 from tools.sweep.subject import Entry, Subject
 

@@ -11,8 +11,7 @@ import torch
 
 import descant
 from descant.errors import InputError
-from descant.recipes.kinds import RECIPE_KINDS
-from descant.recipes.recipe_files import RecipeFiles
+from descant.recipes.recipe_files import RECIPE_KINDS, RecipeFiles
 from descant.recipes.scaffold import new_recipe, template_files
 from tools.docs import doc_blocks
 

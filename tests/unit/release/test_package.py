@@ -33,6 +33,9 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
     assert done.returncode == 0, done.stdout + done.stderr
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
+        kernels = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.cpp")}
+        assert kernels
+        assert kernels <= {*archive.namelist()}
         [name] = [one for one in archive.namelist() if one.endswith(".dist-info/METADATA")]
         return Parser().parsestr(archive.read(name).decode())
 

@@ -6,11 +6,9 @@ import pytest
 
 from descant import GenerationConfig
 from descant.errors import ConfigError
-from descant.serve.api_errors import ApiError
-from descant.serve.parameters import RequestLimits, RequestParameters
-from descant.serve.schema.chat import ChatBody
-from descant.serve.schema.common import parse_body
-from descant.serve.schema.completion import CompletionBody
+from descant.serve.http.errors import ApiError
+from descant.serve.model.parameters import RequestLimits, RequestParameters
+from descant.serve.schema.bodies import ChatBody, CompletionBody, parse_body
 from descant.serve.settings import ServerSettings
 
 MODEL = GenerationConfig(eos_token_id=2)

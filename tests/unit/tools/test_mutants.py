@@ -111,17 +111,17 @@ def test_recorded_tests_of_the_function_run_first_then_those_of_the_module(tmp_p
         "like": "tests/unit/kv_cache/test_block_pool.py",
         "another room's": "tests/contracts/test_marks.py",
     }
-    written = "kv_cache/block_pool.py:allocate"
+    written = "kv_cache/blocks/block_pool.py:allocate"
     records = [
         {"test": f"{names['slow']}::test", "seconds": 3, "calls": [written]},
         {"test": f"{names['quick']}::test", "seconds": 1, "calls": [written]},
-        {"test": f"{names['elsewhere']}::test", "seconds": 0, "calls": ["kv_cache/dense.py:allocate"]},
+        {"test": f"{names['elsewhere']}::test", "seconds": 0, "calls": ["kv_cache/stores/dense.py:allocate"]},
         {"test": f"{names['shared']}::test", "seconds": 2, "calls": [], "fixtures": [written]},
     ]
     calls = tmp_path / "calls.jsonl"
     calls.write_text("\n".join(map(json.dumps, records)))
     tests = mutants.TestMap([fake_test(name) for name in names.values()], calls)
-    mutant = mutants.Mutant(mutants.SOURCE / "kv_cache" / "block_pool.py", 9, "allocate", "", "")
+    mutant = mutants.Mutant(mutants.SOURCE / "kv_cache" / "blocks" / "block_pool.py", 9, "allocate", "", "")
     found = [item.nodeid.removesuffix("::test") for item in tests.tests(mutant)]
     assert found == [names[one] for one in ("quick", "shared", "slow", "like", "unrecorded")]
 

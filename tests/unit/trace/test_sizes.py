@@ -8,7 +8,7 @@ import pytest
 
 from descant.errors import TraceError
 from descant.trace.pictures.selection import PICTURES
-from descant.trace.pictures.text_stats import MAX_DRAWN_TOKENS
+from descant.trace.pictures.text import MAX_DRAWN_TOKENS
 from descant.trace.records import (
     RequestRecord,
     ResultRecord,

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from descant.cli import options, terminal
-from descant.cli.chat.conversation import Conversation
-from descant.cli.chat.transcript import load_transcript, save_transcript
-from descant.engine.planner import as_model
+from descant.cli.chat.conversation import Conversation, load_transcript, save_transcript
+from descant.engine.planning.planner import as_model
 from descant.errors import DescantError, InputError
 
 __all__ = ["COMMANDS", "FILE_ARGUMENT", "ChatCommands", "command_of", "completions", "help_text"]

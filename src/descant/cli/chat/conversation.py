@@ -1,26 +1,38 @@
-"""A conversation: its messages, the parameters of the next reply, and the replies of the model."""
+"""A conversation: messages, parameters, replies, and the files in which it outlives the command."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
-from descant.api.chat_prompt import ChatPrompt
-from descant.api.prompt import Message, user_messages
+from descant.api.chat_prompt import ChatPrompt, Message, user_messages
 from descant.api.stream import stream
 from descant.cli import options, terminal
-from descant.cli.default_length import LENGTH_FIELDS
-from descant.cli.function_recipe import FunctionRecipe
-from descant.cli.stream_printer import StreamPrinter
+from descant.cli.options import SECRET_FIELDS, cli_fields
+from descant.cli.text_output import LENGTH_FIELDS, FunctionRecipe, StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
-from descant.decoding.grammars.tool_calls import ToolCall, parse_tool_calls
-from descant.errors import ConfigError, InputError
+from descant.core.atomic_file import write_bytes
+from descant.decoding.grammars.json_schema import ToolCall, parse_tool_calls
+from descant.errors import ConfigError, DescantError, InputError
 
-__all__ = ["Conversation", "check_values"]
+__all__ = [
+    "Conversation",
+    "check_values",
+    "history_file",
+    "load_transcript",
+    "rescued",
+    "save_transcript",
+    "state_folder",
+]
 
 DEFAULT_NEW_TOKENS: Final = 512  # per reply, if no length is given
 
@@ -200,3 +212,154 @@ def _with_free_tool_choice(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _not_settable_error(name: str, value: str) -> ConfigError:
     return ConfigError(name, "cannot be set from a command line", value, "leave it out")
+
+
+_VERSION: Final = 1
+_ROLES: Final = ("system", "user", "assistant", "tool")
+_MAX_BYTES: Final = 64 * 2**20
+
+
+def save_transcript(conversation: Conversation, path: Path, *, overwrite: bool = False) -> None:
+    """Write a conversation to a new file that only its owner can read; a watermark key is left out."""
+    data = {
+        "version": _VERSION,
+        "model": str(getattr(conversation.model, "name_or_path", "")),
+        "system": conversation.prompt.system,
+        "settings": {name: value for name, value in conversation.values.items() if name not in SECRET_FIELDS},
+        "messages": [dict(message) for message in conversation.messages],
+    }
+    text = json.dumps(data, indent=2, ensure_ascii=False, default=_plain) + "\n"
+    try:
+        write_bytes(path, text.encode("utf-8", "backslashreplace"), private=True, exclusive=not overwrite)
+    except FileExistsError:
+        do = "give another name, or /save --overwrite FILE"
+        raise InputError("FILE", "must be new", str(path), do) from None
+    except OSError as error:
+        raise InputError(
+            "FILE", f"must be a file that can be written ({error.strerror})", str(path)
+        ) from None
+
+
+def load_transcript(conversation: Conversation, path: Path) -> None:
+    """Continue the conversation of a file with its system prompt and settings; an error changes nothing."""
+    data = _read(path)
+    messages, settings, system = data.get("messages"), data.get("settings", {}), data.get("system")
+    if not isinstance(messages, list) or not all(_is_message(one) for one in messages):
+        raise _format_error(path, 'its "messages" are objects with "role" and "content"')
+    if not isinstance(settings, dict) or not settings.keys() <= cli_fields().keys():
+        raise _format_error(path, 'its "settings" are generation parameters')
+    if not (system is None or isinstance(system, str)):
+        raise _format_error(path, 'its "system" is text or null')
+    secrets = {name: value for name, value in conversation.values.items() if name in SECRET_FIELDS}
+    conversation.replace_values({**settings, **secrets})
+    conversation.set_system(system)
+    conversation.replace_messages(messages)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise InputError("FILE", f"must be a file that can be opened ({error.strerror})", str(path)) from None
+    if len(content) > _MAX_BYTES:
+        raise InputError("FILE", f"must have at most {_MAX_BYTES} bytes", str(path))
+    try:
+        data = json.loads(content)
+    except (ValueError, RecursionError):
+        data = None
+    if not isinstance(data, dict) or data.get("version") != _VERSION:
+        raise _format_error(path, f'it is a JSON object of "version" {_VERSION}')
+    return data
+
+
+def _is_message(message: object) -> bool:
+    return (
+        isinstance(message, dict)
+        and message.get("role") in _ROLES
+        and all(isinstance(value, str) for value in message.values())
+        and "content" in message
+    )
+
+
+def _plain(value: object) -> object:
+    """A mapping as JSON's object."""
+    return dict(value) if isinstance(value, Mapping) else repr(value)
+
+
+def _format_error(path: Path, reason: str) -> InputError:
+    return InputError("FILE", f"must be written by /save: {reason}", str(path))
+
+
+_VARIABLE: Final = "XDG_STATE_HOME"
+
+
+def state_folder() -> Path:
+    """The folder of files that are kept from run to run, of this user only."""
+    base = os.environ.get(_VARIABLE)
+    if base and os.path.isabs(base):  # the XDG standard says that a relative path is ignored
+        return Path(base) / "descant"
+    if os.name == "nt":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "descant"
+    return Path.home() / ".local" / "state" / "descant"
+
+
+def history_file() -> Path | None:
+    """The file of typed lines, which only its owner can read; None where it cannot be written."""
+    path = state_folder() / "chat-history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+        try:
+            if hasattr(os, "fchmod"):
+                os.fchmod(descriptor, 0o600)  # a file that others could read
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return None
+    return path
+
+
+def rescue_file() -> Path:
+    """A new name for a conversation that ends by an error."""
+    folder = state_folder()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder / f"chat-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.json"
+
+
+@contextlib.contextmanager
+def rescued(conversation: Conversation) -> Iterator[None]:
+    """Save the conversation of a user if the block raises, or if a signal ends the process."""
+    if not conversation.is_interactive:
+        yield
+        return
+    previous = {number: signal.signal(number, _leave) for number in _signals()}
+    try:
+        yield
+    except BaseException:
+        if conversation.messages:
+            _save(conversation)
+        raise
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _signals() -> list[signal.Signals]:
+    """Signals that end a process: of `kill`, and of a terminal that closes."""
+    return [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+def _leave(number: int, _: Any) -> None:
+    sys.exit(128 + number)  # as shells do
+
+
+def _save(conversation: Conversation) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be closed
+        try:
+            path = rescue_file()
+            save_transcript(conversation, path)
+        except (OSError, DescantError) as error:
+            terminal.print_error(f"the conversation cannot be saved: {error}")
+        else:
+            terminal.print_info(f"the conversation is saved: /load {path}")

@@ -6,10 +6,17 @@ that was renamed is refused, only named files below a size limit are fetched, an
 `HubError` of one line within seconds.
 """
 
-from descant.config.hub.commit import HubCommit, resolve_commit, use_cache_dir
-from descant.config.hub.files import FILE_LIMIT, fetch_files
-from descant.config.hub.names import is_repo_id
-from descant.config.hub.push import create_repo, full_repo_id, upload_files
+from descant.config.hub.client import (
+    FILE_LIMIT,
+    HubCommit,
+    create_repo,
+    fetch_files,
+    full_repo_id,
+    is_repo_id,
+    resolve_commit,
+    upload_files,
+    use_cache_dir,
+)
 
 __all__ = [
     "FILE_LIMIT",

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
 
 from descant.errors import InputError
 
-__all__ = ["Constraint", "UpdateResult", "as_token_id", "as_token_ids", "parse_phrase"]
+__all__ = [
+    "AhoCorasick",
+    "AnyPhraseConstraint",
+    "Constraint",
+    "DisjunctiveConstraint",
+    "PhrasalConstraint",
+    "UpdateResult",
+    "as_token_id",
+    "as_token_ids",
+    "parse_force_words",
+    "parse_phrase",
+]
 
 UpdateResult = tuple[bool, bool, bool]  # stepped, completed, reset
 _MAX_TEST_UPDATES = 10_000  # a constraint that needs more updates counts as endless
@@ -130,3 +143,164 @@ def parse_phrase(name: str, value: Any) -> list[int]:
     if min(tokens) < 0:
         raise InputError(name, must, value)
     return tokens
+
+
+class AhoCorasick(NamedTuple):
+    """The trie of several phrases with failure links (Aho and Corasick, 1975); node 0 is the root."""
+
+    children: list[dict[int, int]]  # [S] child node by token
+    failure_links: list[int]  # [S] node of the longest proper suffix in the trie
+    depth: list[int]  # [S] tokens from the root
+    is_match: list[bool]  # [S] whether a phrase ends at the node
+    min_remaining: list[int]  # [S] fewest tokens to the end of a phrase
+
+    @classmethod
+    def from_phrases(cls, phrases: Sequence[Sequence[int]]) -> AhoCorasick:
+        """The automaton of non-empty phrases, none a prefix of another."""
+        children: list[dict[int, int]] = [{}]
+        for phrase in phrases:
+            node = 0
+            for token in phrase:
+                if token not in children[node]:
+                    children[node][token] = len(children)
+                    children.append({})
+                node = children[node][token]
+        size = len(children)
+        automaton = cls(children, [0] * size, [0] * size, [not edges for edges in children], [0] * size)
+        automaton._build_links()
+        return automaton
+
+    def _build_links(self) -> None:
+        order = [0]  # breadth first: a failure link always leads to a shorter path
+        for node in order:
+            for token, child in self.children[node].items():
+                order.append(child)
+                self.depth[child] = self.depth[node] + 1
+                if node:
+                    self.failure_links[child] = self.next_node(self.failure_links[node], token)
+                    self.is_match[child] |= self.is_match[self.failure_links[child]]
+        for node in reversed(order):
+            if not self.is_match[node]:
+                self.min_remaining[node] = 1 + min(
+                    self.min_remaining[child] for child in self.children[node].values()
+                )
+        for node in order[1:]:
+            self.min_remaining[node] = min(
+                self.min_remaining[node], self.min_remaining[self.failure_links[node]]
+            )
+
+    def next_node(self, node: int, token: int) -> int:
+        """The node of the longest suffix of the text, this token included, in the trie."""
+        while node and token not in self.children[node]:
+            node = self.failure_links[node]
+        return self.children[node].get(token, 0)
+
+
+class AnyPhraseConstraint(Constraint):
+    """The text must contain one of several phrases; once met, it stays met."""
+
+    def __init__(self, phrases: Sequence[Sequence[int]]) -> None:
+        # Skip `test`: these phrases are valid, and a subclass may not be initialised yet.
+        self.seqlen = max(map(len, phrases))
+        self._automaton = AhoCorasick.from_phrases(phrases)
+        self._node = 0
+
+    @property
+    def completed(self) -> bool:
+        """Whether the constraint is met."""
+        return self._automaton.is_match[self._node]
+
+    @property
+    def min_tokens_left(self) -> int:
+        """The fewest tokens that can still meet it."""
+        return self._automaton.min_remaining[self._node]
+
+    def advance(self) -> int | list[int] | None:
+        """The tokens that continue the longest started phrase."""
+        return None if self.completed else list(self._automaton.children[self._node])
+
+    def does_advance(self, token_id: int) -> bool:
+        """Whether this token continues the longest started phrase or completes any."""
+        token, automaton, node = as_token_id(token_id), self._automaton, self._node
+        if automaton.is_match[node]:
+            return False
+        return token in automaton.children[node] or (
+            node > 0 and automaton.is_match[automaton.next_node(node, token)]
+        )
+
+    def update(self, token_id: int) -> UpdateResult:
+        """Read a token; on a mismatch the longest matching suffix remains."""
+        token, automaton, node = as_token_id(token_id), self._automaton, self._node
+        if automaton.is_match[node]:
+            return False, True, False
+        self._node = next_node = automaton.next_node(node, token)
+        completed = automaton.is_match[next_node]
+        return completed or automaton.depth[next_node] > automaton.depth[node], completed, next_node == 0
+
+    def reset(self) -> None:
+        """Return to the state before any token."""
+        self._node = 0
+
+    def remaining(self) -> int:
+        """The tokens left of the longest phrase, counted from the started one; 0 when met."""
+        return 0 if self.completed else self.seqlen - self._automaton.depth[self._node]
+
+    def copy(self, stateful: bool = False) -> Self:
+        """A copy that shares the automaton; `stateful` keeps the progress."""
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        if not stateful:
+            new.reset()
+        return new
+
+
+class PhrasalConstraint(AnyPhraseConstraint):
+    """The text must contain this phrase."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = parse_phrase("token_ids", token_ids)
+        super().__init__([self.token_ids])
+
+    def advance(self) -> int | None:
+        """The next token of the phrase."""
+        return None if self.completed else self.token_ids[self._automaton.depth[self._node]]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.token_ids})"
+
+
+class DisjunctiveConstraint(AnyPhraseConstraint):
+    """The text must contain one of these phrases, none a prefix of another."""
+
+    def __init__(self, nested_token_ids: Sequence[Sequence[int]]) -> None:
+        name = "nested_token_ids"
+        if not isinstance(nested_token_ids, list | tuple) or not nested_token_ids:
+            raise InputError(name, "must be a non-empty list of lists of token ids", nested_token_ids)
+        self.token_ids = [parse_phrase(name, phrase) for phrase in nested_token_ids]
+        # In sorted order a prefix directly precedes the phrases it begins.
+        ordered = sorted(self.token_ids)
+        for phrase, following in itertools.pairwise(ordered):
+            if following[: len(phrase)] == phrase:
+                must = "must have no phrase that is a prefix of another"
+                raise InputError(name, must, nested_token_ids, f"remove {phrase} or {following}")
+        super().__init__(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.token_ids})"
+
+
+def parse_force_words(words: Sequence[Any]) -> list[Constraint]:
+    """One phrase for each list of token ids, one disjunction for each list of such lists."""
+    must = "must be a non-empty list of words, each a list of token ids or a list of such lists"
+    if not isinstance(words, list | tuple) or not words:
+        raise InputError("force_words_ids", must, words)
+    constraints: list[Constraint] = []
+    for word in words:
+        if not isinstance(word, list | tuple):
+            raise InputError("force_words_ids", must, words)
+        try:
+            is_disjunction = any(isinstance(part, list | tuple) for part in word)
+            constraints.append(DisjunctiveConstraint(word) if is_disjunction else PhrasalConstraint(word))
+        except InputError as error:
+            raise InputError("force_words_ids", must, words, str(error)) from None
+    return constraints

@@ -193,12 +193,8 @@ class ConstraintListState:
         if not stateful:
             new._reset_state()
             return new
-        new.unmet_indices, new._pending_order, new._met_order, new._gap_left = (
-            self.unmet_indices,
-            self._pending_order,
-            self._met_order,
-            self._gap_left,
-        )
+        new.unmet_indices, new._pending_order = self.unmet_indices, self._pending_order
+        new._met_order, new._gap_left = self._met_order, self._gap_left
         new._current, new._remaining = self._current[:], self._remaining[:]
         new._owned_mask = self._owned_mask = 0
         return new
@@ -247,9 +243,7 @@ class ConstraintListState:
                 self._reset_constraint(other)
 
     def _reset_constraint(self, index: int) -> None:
-        self._current[index], self._remaining[index] = (
-            self._spec.initial[index],
-            self._spec.total_steps[index],
-        )
+        self._current[index] = self._spec.initial[index]
+        self._remaining[index] = self._spec.total_steps[index]
         self._owned_mask &= ~(1 << index)
         self._pending_order = (*(other for other in self._pending_order if other != index), index)

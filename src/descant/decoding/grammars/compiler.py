@@ -9,9 +9,13 @@ from threading import RLock
 from typing import Any, Final
 
 from descant.config.grammar_spec import GrammarSpec
-from descant.decoding.grammars.backend import CompiledGrammar, GrammarBackend, UnsupportedGrammar
+from descant.decoding.grammars.backend import (
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarVocabulary,
+    UnsupportedGrammar,
+)
 from descant.decoding.grammars.llguidance_backend import LLGuidanceBackend
-from descant.decoding.grammars.vocabulary import GrammarVocabulary
 from descant.decoding.grammars.xgrammar_backend import XGrammarBackend
 from descant.errors import ConfigError, DescantError, MissingExtra, printable
 from descant.tokenization.token_bytes import TokenBytes

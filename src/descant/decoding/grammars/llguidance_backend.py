@@ -12,10 +12,15 @@ from numpy.typing import NDArray
 
 from descant.config.fields import thaw
 from descant.config.grammar_spec import GrammarSpec
-from descant.decoding.grammars.backend import UnsupportedGrammar, decode_prefix
-from descant.decoding.grammars.json_schema import integers, prepare_schema, subschemas
-from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
-from descant.decoding.grammars.vocabulary import GrammarVocabulary
+from descant.decoding.grammars.backend import GrammarVocabulary, UnsupportedGrammar, decode_prefix
+from descant.decoding.grammars.json_schema import (
+    CALL_BEGIN,
+    CALL_END,
+    ToolGrammar,
+    integers,
+    prepare_schema,
+    subschemas,
+)
 from descant.errors import MissingExtra, printable
 
 __all__ = ["LLGuidanceBackend"]

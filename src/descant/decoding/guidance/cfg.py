@@ -13,7 +13,7 @@ from descant.core.interfaces import RowCache
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows, index_rows
 from descant.decoding.guidance.model_wrapper import ModelWrapper
-from descant.kv_cache.cfg_rows import PairedRowCache
+from descant.kv_cache.row_views import PairedRowCache
 
 __all__ = ["NEGATIVE_PROMPT_KEY", "ClassifierFreeGuidance"]
 

@@ -21,7 +21,7 @@ from descant.core.context import row_params
 from descant.core.interfaces import Model, ModelTraits, NoiseSource, RowCache
 from descant.core.records import DraftContext, Proposal
 from descant.core.rows import Rows, index_rows, stable_row_order
-from descant.decoding.speculative.draft_loop import DraftLoop, limit_to_positions
+from descant.decoding.speculative.draft_model import DraftLoop, limit_to_positions
 from descant.decoding.speculative.token_alignment import (
     AlignedRow,
     ByteTokenizer,
@@ -30,7 +30,7 @@ from descant.decoding.speculative.token_alignment import (
     shared_tokens,
 )
 from descant.errors import InputError, UnsupportedModel
-from descant.kv_cache.row_subset import row_subset
+from descant.kv_cache.row_views import row_subset
 
 __all__ = ["RetokenizingDrafter", "SharedVocabDrafter", "check_draft_model", "check_shared_vocab"]
 
@@ -161,10 +161,8 @@ class _CrossTokenizerDrafter:
     def _read_new_tokens(self, rows: Rows, row_indices: Sequence[int]) -> list[int]:
         """Read the new tokens of these rows; returns how many leading ids of each are unchanged."""
         aligned = [self._draft_rows[row].aligned_row for row in row_indices]
-        lengths, num_known = (
-            rows.length[row_indices].tolist(),
-            [len(aligned_row.target_ids) for aligned_row in aligned],
-        )
+        lengths = rows.length[row_indices].tolist()
+        num_known = [len(aligned_row.target_ids) for aligned_row in aligned]
         starts = [
             max(0, min(known_length, length) - self._draft_rows[row].lookbehind.target)
             for row, known_length, length in zip(row_indices, num_known, lengths, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -41,19 +42,10 @@ class SuffixAutomaton:
 
     def fork(self) -> SuffixAutomaton:
         """An independent copy."""
-        new = SuffixAutomaton()
-        new.tokens, new.suffix_link, new.max_length, new.next_position = (
-            self.tokens[:],
-            self.suffix_link[:],
-            self.max_length[:],
-            self.next_position[:],
-        )
+        new = copy(self)
+        new.tokens, new.suffix_link = self.tokens[:], self.suffix_link[:]
+        new.max_length, new.next_position = self.max_length[:], self.next_position[:]
         new.transitions = [edges.copy() for edges in self.transitions]
-        new.match_length, new.match_position, new._last_state = (
-            self.match_length,
-            self.match_position,
-            self._last_state,
-        )
         return new
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -80,10 +72,8 @@ class SuffixAutomaton:
             state = suffix_link[state]
         if state >= 0:
             suffix_link[new] = self._split_state(state, token)
-        self.match_length, self.match_position = (
-            self.max_length[suffix_link[new]],
-            self.next_position[suffix_link[new]],
-        )
+        link = suffix_link[new]
+        self.match_length, self.match_position = self.max_length[link], self.next_position[link]
 
     def _split_state(self, state: int, token: int) -> int:
         """The state whose longest string is that of `state` plus `token`, split off if needed."""
@@ -120,21 +110,15 @@ class MatchCursor:
 
     def fork(self) -> MatchCursor:
         """A copy that follows another row."""
-        new = MatchCursor(self._automaton, ())
-        new._state, new._match_length = self._state, self._match_length
-        return new
+        return copy(self)
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Advance over new tokens of the row."""
-        transitions, suffix_link, max_length = (
-            self._automaton.transitions,
-            self._automaton.suffix_link,
-            self._automaton.max_length,
-        )
+        automaton, transitions = self._automaton, self._automaton.transitions
         for token in tokens:
             while self._state and token not in transitions[self._state]:
-                self._state = suffix_link[self._state]
-                self._match_length = max_length[self._state]
+                self._state = automaton.suffix_link[self._state]
+                self._match_length = automaton.max_length[self._state]
             if token in transitions[self._state]:
                 self._state = transitions[self._state][token]
                 self._match_length += 1
@@ -229,7 +213,7 @@ class RowSuffixIndex:
 
     def fork(self) -> RowSuffixIndex:
         """An independent copy."""
-        new = RowSuffixIndex(self.request, self._prompt_length, self.salt)
+        new = copy(self)
         new.automaton = self.automaton.fork()
         new._cursors = None if self._cursors is None else [cursor.fork() for cursor in self._cursors]
         return new

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ __all__ = ["Criterion", "RegexStop", "StopChecker"]
 
 # So many tokens are looked up in a set in less time than numpy compares them.
 _FEW_TOKENS = 32
+_NONE: Final[Mapping[int, Any]] = MappingProxyType({})
 
 Criterion = Callable[..., Any]  # (input_ids [N, L], scores) -> bool, or bool [N]
 
@@ -65,12 +67,17 @@ class StopChecker:
 
     state_column = "stop_state"  # column: matcher state of the row's text
 
-    def __init__(self) -> None:
-        self.criteria: Mapping[int, tuple[Criterion, ...]] = {}
-        self.string_matchers: Mapping[int, StopStringMatcher] = {}
-        self.regex_stops: Mapping[int, RegexStop] = {}
-        self.rank_group: RankGroup | None = None
-        self.errors: dict[int, Exception] | None = None  # by request, of criteria; None: they are raised
+    def __init__(
+        self,
+        criteria: Mapping[int, tuple[Criterion, ...]] = _NONE,
+        string_matchers: Mapping[int, StopStringMatcher] = _NONE,
+        regex_stops: Mapping[int, RegexStop] = _NONE,
+        rank_group: RankGroup | None = None,
+        errors: dict[int, Exception] | None = None,
+    ) -> None:
+        self.criteria, self.string_matchers, self.regex_stops = criteria, string_matchers, regex_stops
+        self.rank_group = rank_group
+        self.errors = errors  # by request, of criteria; None: they are raised
         # Whether any rank has a deadline or a criterion; if so, all ranks exchange verdicts.
         self.syncs_across_ranks = False
         self._terms: _StopTerms | None = None
@@ -81,7 +88,9 @@ class StopChecker:
     ) -> Sequence[tuple[str, Array]]:
         """Return the candidates [N] that each reason ends: `tokens[i]` after row `parents[i]` (host)."""
         # Numpy, here and elsewhere on small host arrays: torch's dispatch would take longer than the work.
-        terms, uniform = self._get_terms(rows), rows.uniform_length
+        terms, uniform = self._terms, rows.uniform_length
+        if terms is None or terms.version != rows.version:
+            terms = self._get_terms(rows)
         index = None if parents is None else parents.numpy()
         reasons: list[tuple[str, Array]] = []
         may_end = len(terms.end_token_ids) > 0
@@ -176,13 +185,13 @@ class StopChecker:
             timed_out = (terms.deadlines <= time.monotonic())[index]
         for criterion, row_mask in terms.criteria:
             batches = self._batches.setdefault(id(criterion), CallBatches())
-            candidates = _Candidates(rows, parents, tokens, row_mask)
             try:
-                by_criteria = by_criteria | _call_criterion(criterion, candidates, batches)
+                ended = _call_criterion(criterion, rows, parents, tokens, row_mask, batches)
+                by_criteria = by_criteria | ended
             except Exception as error:
                 if self.errors is None:
                     raise
-                for request in set(rows.request.numpy()[row_mask].tolist()):
+                for request in rows.request.numpy()[row_mask].tolist():
                     self.errors.setdefault(request, error)
         if self.rank_group is not None and self.syncs_across_ranks:
             timed_out, by_criteria = (
@@ -218,12 +227,8 @@ class StopChecker:
         return [("stop", verdict) for verdict in verdicts if verdict.any()]
 
     def _get_terms(self, rows: Rows) -> _StopTerms:
-        terms = self._terms
-        if terms is None or terms.version != rows.version:
-            terms = self._terms = self._build_terms(rows)
-        return terms
-
-    def _build_terms(self, rows: Rows) -> _StopTerms:
+        if self._terms is not None and self._terms.version == rows.version:
+            return self._terms
         params = row_params(rows)
         last_length, eos, stops, deadline = (
             params[name].numpy() for name in ("last_length", "eos_token_ids", "stop_token_ids", "deadline")
@@ -238,7 +243,7 @@ class StopChecker:
             )
             for name, criterion in criteria.items()
         }
-        return _StopTerms(
+        self._terms = _StopTerms(
             rows.version,
             last_length,
             int(last_length.min()),
@@ -250,6 +255,7 @@ class StopChecker:
             _rows_by_entry(self.regex_stops, params["stop_regex_id"].numpy()),
             [(criteria[name], mask) for name, mask in masks.items() if mask.any()],
         )
+        return self._terms
 
 
 def _advance_states(matcher: StopStringMatcher, row_mask: Array, tokens: Array, state: Array) -> None:
@@ -296,18 +302,10 @@ def _match_regex(pattern: RegexStop, rows: Rows, parents: Tensor, tokens: Tensor
     return verdict
 
 
-class _Candidates(NamedTuple):
-    """Tokens that are not appended yet, and the rows that a criterion belongs to."""
-
-    rows: Rows
-    parents: Tensor  # [N] (host) the row of each
-    tokens: Tensor  # [N] (host)
-    row_mask: Array  # [R]
-
-
-def _call_criterion(criterion: Criterion, candidates: _Candidates, batches: CallBatches) -> Array:
-    """Call a user's criterion on the candidates [N] of the masked rows, with ids padded on the left."""
-    rows, parents, tokens, row_mask = candidates
+def _call_criterion(
+    criterion: Criterion, rows: Rows, parents: Tensor, tokens: Tensor, row_mask: Array, batches: CallBatches
+) -> Array:
+    """Call a user's criterion on the candidates [N] of the masked rows [R], with ids padded on the left."""
     index = torch.from_numpy(np.flatnonzero(row_mask[parents.numpy()]))
     verdict = torch.zeros(len(parents), dtype=torch.bool)
     if not len(index):

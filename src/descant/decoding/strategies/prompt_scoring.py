@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Drafter
+from descant.core.interfaces import Drafter, StrategyTraits
 from descant.core.records import (
     DraftContext,
     ForwardOutput,
@@ -19,7 +19,6 @@ from descant.core.records import (
     Selection,
 )
 from descant.core.rows import Rows
-from descant.core.traits import StrategyTraits
 
 __all__ = ["PromptScoring"]
 

@@ -18,7 +18,7 @@ __all__ = ["Sampling", "finished_requests"]
 
 NO_DRAFTS = Proposal()
 _FEW_CANDIDATES = 8  # at most one token of so many
-_FEW_ROWS = 16  # so many scores are compared in less time by Python than by numpy
+_FEW_ROWS = 16
 
 
 class Sampling:
@@ -64,7 +64,9 @@ class Sampling:
         emitted = Tokens(rows.request, rows.slot, host, parents)
 
         reasons = self._stop.finish_reasons(rows, None, host)
-        if not reasons and _are_possible(best_scores):
+        # A sum is finite if all are, and NaN or -inf if one is. Python adds few numbers in less time.
+        total = sum(best_scores.tolist()) if len(best_scores) <= _FEW_ROWS else best_scores.sum()
+        if not reasons and total > -np.inf:
             slot = None if parents is None else rows.slot
             return Selection(tokens, parents, slot=slot, emitted=emitted, host_tokens=host)
         failed = sorted(set(rows.request.numpy()[~(best_scores > -np.inf)].tolist()))
@@ -104,7 +106,9 @@ class Sampling:
 
     def checkpoint(self) -> Callable[[], None]:
         """A function that restores the sequences that have finished by now."""
-        done = {request: dict(sequences) for request, sequences in self._done.items()}
+        done: dict[int, dict[int, Hypothesis]] = {}
+        for request, sequences in self._done.items():
+            done[request] = dict(sequences)
         return partial(self._restore, done, self._expanded_version)
 
     def _restore(self, done: dict[int, dict[int, Hypothesis]], expanded_version: object) -> None:
@@ -228,13 +232,6 @@ class Sampling:
             self._done.setdefault(request, {})[slot] = hypothesis
             finished.append((row, hypothesis))
         return finished
-
-
-def _are_possible(scores: Array) -> bool:
-    """Whether every row has a possible token: no score [R] is -inf or NaN."""
-    if len(scores) > _FEW_ROWS:
-        return bool(scores.min() > -np.inf)
-    return all(score > -np.inf for score in scores.tolist())
 
 
 def finished_requests(rows: Rows, removed: Array, failed: Sequence[int]) -> list[int]:

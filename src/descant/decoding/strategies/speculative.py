@@ -23,8 +23,8 @@ from descant.core.records import (
 )
 from descant.core.rows import Column, Rows, index_rows
 from descant.decoding.speculative.acceptance import DRAFT_SCHEDULES, AcceptanceStats, DraftLengthController
-from descant.decoding.speculative.draft_loop import limit_to_cache
-from descant.decoding.speculative.followed_rows import FollowedRows
+from descant.decoding.speculative.draft_model import limit_to_cache
+from descant.decoding.speculative.prompt_lookup import FollowedRows
 from descant.decoding.strategies.sampling import Sampling, finished_requests
 
 __all__ = ["SpeculativeSampling"]
@@ -168,12 +168,7 @@ class SpeculativeSampling(Sampling):
         if (trimmed == num_drafts).all():
             return proposal
         self._untried_drafts = proposal
-        width = int(trimmed.max())
-        if not width:
-            return Proposal()
-        assert proposal.drafts is not None
-        probs = None if proposal.draft_probs is None else proposal.draft_probs[:, :width]
-        return Proposal(None, proposal.drafts[:, :width], torch.from_numpy(trimmed), probs)
+        return _shorten_drafts(proposal, trimmed)
 
     def _broadcast_drafts(self, rows: Rows, proposal: Proposal, max_width: int) -> Proposal:
         """The drafts of rank 0, at most `max_width` per row."""
@@ -374,11 +369,17 @@ def _clip_drafts(proposal: Proposal, max_drafts: Array) -> Proposal:
         return proposal
     given = np.broadcast_to(np.asarray(proposal.draft_counts()), len(max_drafts))
     num_drafts = np.minimum(given, max_drafts)
-    width = int(num_drafts.max(initial=0))
-    if width == proposal.width and (num_drafts == given).all():
+    if int(num_drafts.max(initial=0)) == proposal.width and (num_drafts == given).all():
         return proposal
+    return _shorten_drafts(proposal, num_drafts)
+
+
+def _shorten_drafts(proposal: Proposal, num_drafts: Array) -> Proposal:
+    """The first `num_drafts` [R] drafts of each row."""
+    width = int(num_drafts.max(initial=0))
     if not width:
         return Proposal()
+    assert proposal.drafts is not None
     probs = None if proposal.draft_probs is None else proposal.draft_probs[:, :width]
     return Proposal(None, proposal.drafts[:, :width], torch.from_numpy(num_drafts), probs)
 

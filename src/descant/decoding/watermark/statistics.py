@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from statistics import NormalDist
+from typing import Any, Final, NamedTuple, Protocol, Self
 
 import numpy as np
+import torch
 
+from descant.config.watermarking_config import BaseWatermarkingConfig
 from descant.core.interfaces import Array
-from descant.decoding.watermark.scores import WatermarkScheme
 from descant.errors import InputError
 
 __all__ = [
     "CORRECTIONS",
+    "Array",
+    "PaddingTokens",
+    "TokenScores",
+    "WatermarkScheme",
     "adjust_p_values",
     "binomial_tail",
     "gamma_interval",
@@ -27,6 +33,78 @@ __all__ = [
     "required_tokens",
     "weighted_tail",
 ]
+
+
+class TokenScores(NamedTuple):
+    """Scores of a text's tokens under one key.
+
+    A token is scored only if its keyed function has a new input. Equal inputs give equal outputs, so counting
+    them twice would make chance look like a watermark.
+    """
+
+    mask: Array  # [L] bool
+    values: Array  # [L] float64, 0 where not scored; larger values are evidence for the watermark
+
+
+class WatermarkScheme(Protocol):
+    """One watermark with one key (and one nonce), as the detector uses it.
+
+    In text written without the key, the values of scored tokens are independent draws from one known
+    distribution. Their sum is the test statistic.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the scheme: "green list", "synthid" or "gumbel"."""
+        ...
+
+    @property
+    def settings(self) -> BaseWatermarkingConfig:
+        """The settings the text was marked with."""
+        ...
+
+    @property
+    def null_mean(self) -> float:
+        """Mean of a value in unmarked text."""
+        ...
+
+    @property
+    def null_std(self) -> float:
+        """Standard deviation of a value in unmarked text."""
+        ...
+
+    @property
+    def min_marked_mean(self) -> float:
+        """Mean value that even a weakly marked text reaches; a lower mean means no watermark."""
+        ...
+
+    @property
+    def context_size(self) -> int:
+        """Number of preceding tokens that a token's value depends on."""
+        ...
+
+    @property
+    def prompt_reach(self) -> int:
+        """Number of prompt tokens that a context may include: 0 if only generated tokens count."""
+        ...
+
+    @property
+    def nonce(self) -> int | None:
+        """Nonce of the sequence, None for schemes without one."""
+        ...
+
+    def score_tokens(self, ids: Array) -> TokenScores:
+        """Score the tokens [L]; tokens without a full context are not scored."""
+        ...
+
+    def p_value(self, count: int, total: float) -> float:
+        """Probability that `count` scored tokens of unmarked text sum to `total` or more."""
+        ...
+
+    def confidence_interval(self, values: Array) -> tuple[float, float]:
+        """95 % confidence interval of the mean of the scored tokens' values [N]."""
+        ...
+
 
 CORRECTIONS: Final = ("holm", "bonferroni")
 # Totals are float sums: a total this close above an atom of the distribution is that atom.
@@ -57,18 +135,10 @@ def binomial_tail(count: int, hits: int, p: float) -> float:
 
 def gamma_tail(count: int, total: float) -> float:
     """Probability that `count` unit exponential draws sum to `total` or more."""
-    if count <= 0:
+    if count <= 0 or total <= 0.0:
         return 1.0 if total <= 0.0 else 0.0
-    if total <= 0.0:
-        return 1.0
-    if math.isinf(total):
-        return 0.0
-    # Equal to the probability of fewer than `count` Poisson arrivals by time `total`.
-    if total > count:
-        k = np.arange(count - 1, 0, -1, dtype=np.float64)
-        return _sum_series(_poisson_log(count - 1, total), k / total)
-    k_above = np.arange(count + 1, count + 64 + 16 * math.isqrt(count), dtype=np.float64)
-    return 1.0 - _sum_series(_poisson_log(count, total), total / k_above)
+    counts, totals = torch.tensor([(count, total)], dtype=torch.float64).T
+    return float(torch.special.gammaincc(counts, totals))
 
 
 def weighted_tail(count: int, weights: Array, p: float, total: float) -> float:
@@ -110,10 +180,6 @@ def _sum_series(log_first: float, ratio: Array) -> float:
 def _binomial_log(count: int, k: int, p: float) -> float:
     log_ways = math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
     return log_ways + k * math.log(p) + (count - k) * math.log1p(-p)
-
-
-def _poisson_log(k: int, mean: float) -> float:
-    return k * math.log(mean) - mean - math.lgamma(k + 1)
 
 
 # ------------------------------------------------------------------- weighted sums
@@ -172,20 +238,8 @@ def _saddlepoint_tail(count: int, weights: Array, p: float, total: float, step: 
         # Daniels' first continuity correction for lattice distributions.
         slope = -math.expm1(-s * step) / step if step > 0.0 else s
         gap = 1.0 / (slope * math.sqrt(variance)) - 1.0 / w
-    # Mills' ratio stays accurate where the normal tail underflows.
     density = math.exp(-0.5 * w * w) / math.sqrt(2.0 * math.pi)
-    value = (
-        density * (_mills_ratio(w) + gap) if w > 0.0 else 0.5 * math.erfc(w / math.sqrt(2.0)) + density * gap
-    )
-    return min(1.0, max(0.0, value))
-
-
-def _mills_ratio(w: float) -> float:
-    """Normal tail divided by the normal density, for `w` > 0."""
-    if w < 30.0:
-        return 0.5 * math.erfc(w / math.sqrt(2.0)) * math.sqrt(2.0 * math.pi) * math.exp(0.5 * w * w)
-    square = 1.0 / (w * w)
-    return float((1.0 - square * (1.0 - 3.0 * square * (1.0 - 5.0 * square))) / w)
+    return min(1.0, max(0.0, 0.5 * math.erfc(w / math.sqrt(2.0)) + density * gap))
 
 
 def _tilted_prob(p: float, x: float) -> float:
@@ -259,7 +313,7 @@ def mean_interval(values: Array, min_std: float = 0.0, level: float = 0.95) -> t
 def _student_quantile(df: int, level: float) -> float:
     """The bound that Student's |t| stays below with probability `level`."""
     if df >= _MIN_SERIES_DF:
-        z = _bisect(lambda x: math.erf(x / math.sqrt(2.0)) - level, 0.0, 40.0)
+        z = NormalDist().inv_cdf(0.5 + 0.5 * level)
         return z + (z**3 + z) / (4.0 * df) + (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * df**2)
     return _bisect(lambda t: _student_coverage(df, t) - level, 0.0, 1e6)
 
@@ -328,7 +382,7 @@ def required_tokens(
         raise InputError("alpha", "and `power` must be between 0 and 1", (alpha, power))
     if score <= scheme.null_mean:
         return None
-    margin = _bisect(lambda z: 0.5 * math.erfc(-z / math.sqrt(2.0)) - power, -40.0, 40.0) * scheme.null_std
+    margin = NormalDist().inv_cdf(power) * scheme.null_std
 
     def is_enough(count: int) -> bool:
         return scheme.p_value(count, count * score - margin * math.sqrt(count)) <= alpha
@@ -343,3 +397,34 @@ def required_tokens(
         mid = (low + high) // 2
         low, high = (low, mid) if is_enough(mid) else (mid, high)
     return high
+
+
+class PaddingTokens(NamedTuple):
+    """The tokens that pad the rows of a batch, and which of them also end a text."""
+
+    ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, source: Any) -> Self:
+        """Those of a model config or a tokenizer; without a pad token, generate() pads with the end token."""
+        end_ids = _as_ids(getattr(source, "eos_token_id", None))
+        return cls(_as_ids(getattr(source, "pad_token_id", None)) or end_ids, end_ids)
+
+    def text_span(self, ids: Array) -> tuple[int, int]:
+        """Where the text of a row [L] starts and stops; the first end token of a run on the right is text."""
+        is_text = ~np.isin(ids, list(self.ids))
+        if not is_text.any():
+            return 0, 0
+        positions = np.flatnonzero(is_text)
+        start, stop = int(positions[0]), int(positions[-1]) + 1
+        if stop < len(ids) and int(ids[stop]) in self.end_ids:
+            stop += 1
+        return start, stop
+
+
+def _as_ids(value: Any) -> frozenset[int]:
+    """No token id, one or several as a set."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return frozenset({value})
+    return frozenset(value) if isinstance(value, list | tuple) else frozenset()

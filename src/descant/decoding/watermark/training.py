@@ -181,11 +181,9 @@ def train_detector(
     """
     plan = plan or DetectorTrainingConfig()
     generator = torch.Generator().manual_seed(plan.seed)
-    marked_split, unmarked_split = (
-        _train_validation_split("marked", marked, plan, generator),
-        _train_validation_split("unmarked", unmarked, plan, generator),
-    )
-    training, held_out = (marked_split[0], unmarked_split[0]), (marked_split[1], unmarked_split[1])
+    marked_training, marked_held_out = _train_validation_split("marked", marked, plan, generator)
+    unmarked_training, unmarked_held_out = _train_validation_split("unmarked", unmarked, plan, generator)
+    training, held_out = (marked_training, unmarked_training), (marked_held_out, unmarked_held_out)
     runs = [
         _train_with_penalty(module, training, held_out, plan, penalty, report)
         for penalty in plan.delta_penalties

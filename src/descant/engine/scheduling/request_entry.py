@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.plan import ParkedRequest, RequestUsage
-from descant.engine.scheduling.scheduled_request import ScheduledRequest
-from descant.errors import InputError
+from descant.engine.scheduling.plan import ParkedRequest, RequestUsage, ScheduledRequest
 
 __all__ = ["RequestEntry", "RunningEntries"]
 
@@ -21,8 +19,6 @@ class RequestEntry:
     preemptible: bool
     read_tokens: int  # that its next admission has to read
     sure_blocks: int  # that it surely needs at its next admission
-    rows: int
-    step_tokens: int
     unread: int = 0  # tokens that it has still to read while it runs
     held: int = 0  # blocks that it holds as far as is known, shared ones included
     charge: int = 0  # blocks that it alone holds, or may come to hold in the next step
@@ -43,9 +39,12 @@ class RequestEntry:
             preemptible,
             read_tokens=request.prompt_tokens,
             sure_blocks=needed,
-            rows=request.rows,
-            step_tokens=request.tokens_per_step,
         )
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens that a step after its prompt feeds."""
+        return self.request.tokens_per_step
 
     @property
     def order(self) -> tuple[float, int]:
@@ -65,29 +64,15 @@ class RequestEntry:
 
     def note_usage(self, usage: RequestUsage) -> None:
         """It holds something else than before."""
-        rows = self.rows if usage.rows is None else usage.rows
-        step_tokens = self.step_tokens if usage.step_tokens is None else usage.step_tokens
-        for name, value, most in (("rows", rows, self.rows), ("step_tokens", step_tokens, self.step_tokens)):
-            if not 0 < value <= most:
-                must = f"must be from 1 to the {most} of request {self.request.number} so far"
-                raise InputError(name, must, value)
-        self.rows, self.step_tokens = rows, step_tokens
         self.held = usage.blocks + usage.shared_blocks
         self.charge = usage.blocks + usage.next_blocks
         if self.unread or not self.preemptible:  # it keeps what it was admitted with
             self.charge = max(self.charge, self.sure_blocks - usage.shared_blocks)
 
-    def park(self, parked: ParkedRequest | None, config: SchedulerConfig) -> None:
+    def park(self, parked: ParkedRequest | None) -> None:
         """It has been preempted, and reads that again at its next admission."""
         if parked is not None:
-            limit = config.max_step_tokens
-            if limit is not None and not self.request.chunkable and parked.tokens > limit:
-                must = f"must be at most max_step_tokens={limit} for a request that is read in one step"
-                raise InputError("parked.tokens", must, parked.tokens)
             self.read_tokens, self.sure_blocks = parked.tokens, parked.blocks
-        elif not self.unread:
-            must = f"must say what it takes to read request {self.request.number} again"
-            raise InputError("parked", must, None)
 
 
 class RunningEntries:
@@ -138,14 +123,12 @@ class RunningEntries:
         """A request holds something else than before."""
         entry = self.entries[number]
         self._count(entry, -1)
-        try:
-            entry.note_usage(usage)
-        finally:
-            self._count(entry, 1)
+        entry.note_usage(usage)
+        self._count(entry, 1)
         return entry
 
     def _count(self, entry: RequestEntry, sign: int) -> None:
-        self.rows += sign * entry.rows
+        self.rows += sign * entry.request.rows
         self.step_tokens += sign * entry.step_tokens
         self.charged += sign * entry.charge
         if entry.request.number in self.decoding:

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.config.name_suggestions import suggest_name
+from descant.config.registry import suggest_name
 from descant.engine.vllm.field_support import FIELD_SUPPORT
 from descant.errors import InputError, MissingExtra
 

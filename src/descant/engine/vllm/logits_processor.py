@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from descant.config.generation_config import GenerationConfig
 from descant.decoding.processors.base import as_id_list
-from descant.engine.batch_sampler import BatchSampler
 from descant.engine.request import Request
+from descant.engine.vllm.batch_sampler import BatchSampler
 from descant.engine.vllm.plugin import is_registered
 from descant.engine.vllm.request_config import (
     PLUGIN_KEY,

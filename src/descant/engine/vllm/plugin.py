@@ -11,8 +11,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
-from descant.engine.batch_sampler import BatchSampler
 from descant.engine.request import Request
+from descant.engine.vllm.batch_sampler import BatchSampler
 from descant.engine.vllm.request_config import (
     PLUGIN_KEY,
     check_params,

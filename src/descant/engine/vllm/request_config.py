@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from descant.config.generation_config import GenerationConfig
 from descant.decoding.processors.base import as_id_list
-from descant.engine.batch_sampler import BatchSampler
+from descant.engine.vllm.batch_sampler import BatchSampler
 from descant.engine.vllm.field_support import FIELD_SUPPORT, check_fields
 from descant.engine.vllm.request_failures import REQUEST_ID_KEY
 from descant.errors import ConfigError, InputError

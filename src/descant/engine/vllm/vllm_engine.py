@@ -16,23 +16,59 @@ from torch import Tensor
 from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits, RankGroup
 from descant.core.records import Hypothesis, Tokens
-from descant.engine.batch_sampler import BatchSampler
-from descant.engine.events import Event, Failed, Finished, Report
-from descant.engine.logits_source import logits_traits
-from descant.engine.protocol import Engine
-from descant.engine.request import Request, compile_request_grammar
+from descant.decoding.processors.base import as_id_list
+from descant.engine.protocol import Engine, Event, Failed, Finished, Report
+from descant.engine.request import Request, TextMatchers, build_text_matchers, compile_request_grammar
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.single_entry import single_entry
+from descant.engine.vllm.batch_sampler import BatchSampler, logits_traits
 from descant.engine.vllm.loading import read_model_config, start_llm
 from descant.engine.vllm.request_failures import FAILURES, REQUEST_ID_KEY
-from descant.engine.vllm.sequence_stops import SequenceStops
 from descant.errors import DeadlineExceeded, DescantError, EngineFull, InputError, RowError
 from descant.trace.trace import Trace
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["VLLM"]
+
+__all__ = ["VLLM", "SequenceStops"]
+
+
+class SequenceStops:
+    """The stop conditions of a request's sequences, checked token by token."""
+
+    def __init__(self, request: Request, config: GenerationConfig) -> None:
+        self._matchers: TextMatchers = build_text_matchers(request, config)
+        self._deadline = None if config.max_time is None else time.monotonic() + config.max_time
+        self._eos = frozenset(as_id_list(config.eos_token_id))
+        self._stops = frozenset(as_id_list(config.stop_token_ids))
+        matcher = self._matchers.stop_strings
+        # A stop string may begin in the prompt.
+        self.first_state = 0 if matcher is None else matcher.state_after([int(one) for one in request.prompt])
+
+    def next_state(self, state: int, token: int) -> int:
+        """The state of the stop strings after a token."""
+        matcher = self._matchers.stop_strings
+        if matcher is None or token >= matcher.vocab_size:
+            return state
+        return int(matcher.transition[token, state])
+
+    def reason(self, state: int, tokens: Sequence[int], max_tokens: int) -> str | None:
+        """Why a sequence of these new tokens ends, in `state` before the last one; None: it does not."""
+        token = tokens[-1]
+        if token in self._eos:
+            return "eos"
+        if token in self._stops:
+            return "stop"
+        if len(tokens) >= max_tokens:
+            return "length"
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return "time"
+        strings, regex = self._matchers.stop_strings, self._matchers.stop_regex
+        if strings is not None and token < strings.vocab_size and bool(strings.matches[token, state]):
+            return "stop"
+        return "stop" if regex is not None and regex.matches(tokens) else None
+
 
 # Parts of a request that only a session can use.
 _REFUSED_PARTS: Final = {
@@ -165,7 +201,7 @@ class VLLM:
 
     def has_grammar(self, request: Request) -> bool:
         """Whether a request has a grammar that is not compiled yet."""
-        return request.compiled_grammar is None and request.generation_config.grammar is not None
+        return request._call.compiled_grammar is None and request.generation_config.grammar is not None
 
     def compile_grammar(self, request: Request) -> Request:
         """The request with its grammar compiled; any thread may call it beside a step."""
@@ -174,7 +210,7 @@ class VLLM:
             return request
         # With vLLM's tokenizer, for which the worker finds it in the cache of grammars.
         compiled = compile_request_grammar(replace(request, tokenizer=self.tokenizer), spec)
-        return replace(request, compiled_grammar=compiled)
+        return replace(request, _call=replace(request._call, compiled_grammar=compiled))
 
     @single_entry
     def admit(
@@ -211,7 +247,7 @@ class VLLM:
 
     def _merged_config(self, request: Request) -> GenerationConfig:
         config = request.generation_config
-        if not request.config_merged:
+        if not request._call.config_merged:
             config = GenerationConfig.merge({}, config, self.generation_config)
         if config.do_sample and config.seed is None:
             # Not from torch's generator, which vLLM seeds with the same number at every start.

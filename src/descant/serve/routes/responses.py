@@ -6,27 +6,24 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
-from starlette.requests import Request as HttpRequest
-
-from descant.serve.api_errors import ApiError
-from descant.serve.exchange import Exchange, read_json
-from descant.serve.json_response import JsonResponse, encode_json
+from descant.serve.http.errors import ApiError, encode_json
+from descant.serve.http.request import RequestState
+from descant.serve.model.served_model import ServedModel
 from descant.serve.routes.chat import ChatCall
-from descant.serve.schema.common import parse_body
 from descant.serve.schema.responses import ResponsesBody
-from descant.serve.served_model import ServedModel
-from descant.serve.streaming import EventStream, until_disconnect
 
-__all__ = ["responses"]
+__all__ = ["ResponseCall"]
 
 
-class ResponseCall:
+class ResponseCall(ChatCall):
     """A chat in the form of the Responses API: one message item, then an item for each call."""
 
-    def __init__(self, model: ServedModel, exchange: Exchange, body: ResponsesBody) -> None:
-        self._body = body
-        self._chat = ChatCall(model, exchange, body.as_chat())
-        self._id, self._message_id = f"resp_{exchange.id}", f"msg_{exchange.id}"
+    body_type = ResponsesBody
+    id_prefix = "resp_"
+
+    def __init__(self, model: ServedModel, state: RequestState, body: ResponsesBody) -> None:
+        super().__init__(model, state, body.as_chat())
+        self._body, self._message_id = body, f"msg_{state.id}"
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._items: list[dict[str, Any]] = []  # of the output, in order
@@ -35,25 +32,21 @@ class ResponseCall:
 
     async def answer(self) -> dict[str, Any]:
         """The response without streaming."""
-        await self._chat.start()
-        async for _, delta in self._chat.deltas():
-            for _ in self._delta_events(delta):
-                pass
-        for _ in self._end_message():
+        async for _ in self.events():
             pass
         return self._response()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events."""
-        await self._chat.start()
+        await self.start()
         has_begun = False
-        async with aclosing(self._chat.deltas()) as deltas:  # type: ignore[type-var]
-            async for _, delta in deltas:
+        async with aclosing(self.pieces()) as pieces:  # type: ignore[type-var]
+            async for _, piece in pieces:
                 if not has_begun:
                     has_begun = True
                     for kind in ("response.created", "response.in_progress"):
                         yield self._event(kind, response=self._response("in_progress"))
-                for event in self._delta_events(delta):
+                for event in self._piece_events(piece):
                     yield event
         for event in self._end_message():
             yield event
@@ -64,16 +57,16 @@ class ResponseCall:
         """An error after the first event."""
         return self._event("error", message=error.message, code=error.code, param=error.param)
 
-    def _delta_events(self, delta: dict[str, Any]) -> Iterator[bytes]:
+    def _piece_events(self, piece: dict[str, Any]) -> Iterator[bytes]:
         """The events by what the answer has gained."""
-        logprobs = delta.get("logprobs") or []
+        logprobs = piece.get("logprobs") or []
         self._logprobs += logprobs
-        if delta.get("content") or (logprobs and self._has_message):
+        if piece.get("content") or (logprobs and self._has_message):
             yield from self._begin_message()
-            text = delta.get("content", "")
+            text = piece.get("content", "")
             self._text.append(text)
             yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
-        for call in delta.get("tool_calls", ()):
+        for call in piece.get("tool_calls", ()):
             yield from self._end_message()
             yield from self._call_events(call)
 
@@ -132,10 +125,9 @@ class ResponseCall:
 
     def _response(self, status: str | None = None) -> dict[str, Any]:
         """The response object; without a status it has ended."""
-        body, chat = self._body, self._chat
-        is_cut = status is None and chat.choices[0].finish_reason == "length"
-        assert chat.group is not None
-        used = chat.group.usage
+        body = self._body
+        is_cut = status is None and self.choices[0].finish_reason == "length"
+        used = self.usage
         cached = used.get("prompt_tokens_details", {"cached_tokens": 0})
         usage = {
             "input_tokens": used["prompt_tokens"],
@@ -146,15 +138,15 @@ class ResponseCall:
         }
         given = body.model_dump(include={"tools", "tool_choice", "text"}, exclude_none=True, by_alias=True)
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
-            "created_at": chat.created,
+            "created_at": self.created,
             "status": status or ("incomplete" if is_cut else "completed"),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": chat.model.settings.model_name,
+            "model": self.model.settings.model_name,
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
@@ -168,15 +160,3 @@ class ResponseCall:
             "usage": usage if status is None else None,
             "metadata": body.metadata or {},
         }
-
-
-async def responses(http: HttpRequest) -> Any:
-    """Answer a conversation."""
-    model: ServedModel = http.app.state.model
-    exchange = Exchange.of(http.scope)
-    body = parse_body(ResponsesBody, await read_json(http, model.settings.max_body_bytes))
-    exchange.field_names = body.field_names
-    call = ResponseCall(model, exchange, body)
-    if body.stream:
-        return EventStream(call.events(), call.error_event)
-    return JsonResponse(await until_disconnect(http.receive, call.answer()))

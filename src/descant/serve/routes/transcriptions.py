@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal, get_args
 
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException
 from starlette.requests import Request as HttpRequest
@@ -12,19 +13,34 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Message
 
 from descant.config.generation_config import FIELDS
-from descant.serve.api_errors import ApiError
-from descant.serve.exchange import Exchange, read_body
-from descant.serve.json_response import JsonResponse
-from descant.serve.parameters import check_parameter_name
+from descant.serve.http.errors import ApiError, JsonResponse, invalid_value
+from descant.serve.http.request import RequestState, read_body, until_disconnect
+from descant.serve.model.parameters import check_parameter_name
+from descant.serve.model.transcriber import TimedText, TranscribedAudio, Transcriber
 from descant.serve.settings import check_model_name
-from descant.serve.streaming import until_disconnect
-from descant.serve.transcriber import TimedText, TranscribedAudio, Transcriber
 
-__all__ = ["transcriptions"]
+__all__ = ["TranscriptionForm", "transcriptions"]
 
-_FORMATS: Final = ("json", "text", "srt", "verbose_json", "vtt")
-_OWN_FIELDS: Final = ("file", "model", "language", "prompt", "response_format", "temperature")
+Format = Literal["json", "text", "srt", "verbose_json", "vtt"]
+_FORMATS: Final = get_args(Format)
 _GRANULARITIES: Final = "timestamp_granularities[]"
+
+
+class TranscriptionForm(BaseModel):
+    """The fields of a form with a recording; others are generation parameters."""
+
+    model_config = ConfigDict(extra="allow")
+
+    file: Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})]
+    model: str
+    language: str | None = None
+    prompt: str | None = None
+    response_format: Format = "json"
+    temperature: float | None = None
+    timestamp_granularities: Annotated[Literal["segment"], Field(alias=_GRANULARITIES)] = "segment"
+
+
+_OWN_FIELDS: Final = tuple(one.alias or name for name, one in TranscriptionForm.model_fields.items())
 
 
 async def transcriptions(http: HttpRequest) -> Any:
@@ -35,15 +51,14 @@ async def transcriptions(http: HttpRequest) -> Any:
         options, kind = _parse_options(model, form)
         upload = form.get("file")
         if not isinstance(upload, UploadFile):
-            message = "`file` must be a recording"
-            raise ApiError(400, message, param="file", code="missing_required_parameter")
+            raise ApiError(400, "`file` must be a recording", param="file", code="missing_required_parameter")
         data = await upload.read()
     finally:
         await form.close()
-    exchange = Exchange.of(http.scope)
-    exchange.model_name = model.settings.model_name
+    state = RequestState.of(http.scope)
+    state.model_name = model.settings.model_name
     transcript = await until_disconnect(http.receive, model.transcribe(data, options))
-    exchange.num_new_tokens = sum(len(one.tokens) for one in transcript.segments)
+    state.num_new_tokens = sum(len(one.tokens) for one in transcript.segments)
     if kind == "text":
         return PlainTextResponse(transcript.text + "\n")
     if kind in ("srt", "vtt"):
@@ -74,11 +89,9 @@ def _parse_options(model: Transcriber, form: FormData) -> tuple[dict[str, Any], 
     check_model_name(model.settings, values.pop("model"))
     kind = values.pop("response_format", "json")
     if kind not in _FORMATS:
-        message = f"`response_format` must be one of {', '.join(_FORMATS)}"
-        raise ApiError(400, message, param="response_format", code="invalid_value")
+        raise invalid_value("response_format", f"`response_format` must be one of {', '.join(_FORMATS)}")
     if values.pop(_GRANULARITIES, "segment") != "segment":
-        message = "`timestamp_granularities` must be `segment`"
-        raise ApiError(400, message, param="timestamp_granularities", code="invalid_value")
+        raise invalid_value("timestamp_granularities", "`timestamp_granularities` must be `segment`")
     options: dict[str, Any] = {}
     for name, text in values.items():
         if name in ("language", "prompt"):

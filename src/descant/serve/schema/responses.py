@@ -7,9 +7,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from descant.serve.api_errors import ApiError
-from descant.serve.schema.chat import ChatBody, TextPart
-from descant.serve.schema.common import Body, GenerationBody, Items, parse_body
+from descant.serve.http.errors import ApiError
+from descant.serve.schema.bodies import Body, ChatBody, GenerationBody, Items, TextPart, parse_body
 
 __all__ = ["ResponsesBody"]
 

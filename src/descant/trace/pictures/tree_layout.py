@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from descant.trace.pictures.number_format import format_percent, format_score, pluralize
+from descant.trace.pictures.cells import format_percent, format_score, pluralize
 from descant.trace.pictures.selection import TraceSelection
 from descant.trace.trace_data import TraceData
 from descant.trace.tree import Node
@@ -74,12 +74,12 @@ def state_at(node: Node, step: int | None) -> str:
     return "alive" if node.dropped_step is None or node.dropped_step > step else node.state
 
 
-def layout_tree(trace: TraceData, selection: TraceSelection, fold: bool = False) -> TreeLayout:
+def layout_tree(selection: TraceSelection, fold: bool = False) -> TreeLayout:
     """What to draw; with `fold`, successive tokens without a fork always share a box."""
-    assert selection.request is not None
+    trace = selection.trace
     nodes = [
         one
-        for one in trace.tree.request_nodes(selection.request)
+        for one in trace.tree.request_nodes(selection.request.request)
         if selection.step is None or one.step <= selection.step
     ]
     numbers = {one.number for one in nodes}
@@ -94,7 +94,7 @@ def layout_tree(trace: TraceData, selection: TraceSelection, fold: bool = False)
     ]
     shown_leaves = sorted(windowed, key=lambda one: _importance(trace, one, selection.step))[:max_leaves]
     num_required = sum(state_at(one, selection.step) in ("best", "returned") for one in shown_leaves)
-    top = trace.tree.node(trace.tree.roots[selection.request])
+    top = trace.tree.node(selection.request.root)
     while True:
         shown = _nodes_above(trace, top, shown_leaves)
         root = _build_branches(trace, top, shown, selection.step, fold or folded_depth)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import descant
-from descant.api.whisper.alignment import dynamic_time_warping
+from descant.api.whisper.windows import dynamic_time_warping
 from descant.errors import ConfigError
 from tests.unit.api.whisper.subjects import both, changed, equal, recordings, whisper
 

@@ -6,10 +6,10 @@ import pytest
 
 from descant.config import hub as face
 from descant.config.generation_config import GenerationConfig
-from descant.config.hub.commit import cache_folder
+from descant.config.hub.client import cache_folder
 from descant.errors import HubError, RecipeError
+from descant.recipes.loading import push_recipe
 from descant.recipes.recipe_files import RecipeFiles, select_files
-from descant.recipes.share import push_recipe
 
 GENERATE = "from .other import x\n\n\ndef generate(model, input_ids=None, **rest):\n    return input_ids\n"
 

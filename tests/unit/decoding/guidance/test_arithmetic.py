@@ -13,8 +13,8 @@ from torch import Tensor
 
 import descant
 from descant import ConfigError, ContrastiveDecoding, DExperts, GenerationConfig, ProxyTuning
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.multi_model import MultiModelCache
+from descant.kv_cache.row_views import MultiModelCache
+from descant.kv_cache.stores.dense import DenseStore
 from descant.testing import check_admission, check_batch, check_drafts, check_seed
 from tests.support.tiny_models import pad, prompts
 from tests.unit.decoding.guidance.pairs import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from descant.core.context import Context
-from descant.decoding.processors.adaptive_warpers import AdaptivePLogitsWarper, MirostatLogitsWarper
+from descant.decoding.processors.truncation import AdaptivePLogitsWarper, MirostatLogitsWarper
 from descant.errors import InputError
 from tests.unit.decoding.processors import reference
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, softmax, spoil

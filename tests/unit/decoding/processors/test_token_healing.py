@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from descant import GenerationConfig, InputError, Request, RowError, generate, stream
-from descant.decoding.processors import HealingLogitsProcessor
+from descant.decoding.processors.grammar import HealingLogitsProcessor
 from descant.testing import check_admission, check_batch, check_processor, outcomes
 from descant.tokenization.token_healing import HealedSuffix
 from tests.support.byte_tokenizer import TEXTS, tokenizer

@@ -20,9 +20,9 @@ from descant.decoding.speculative.cross_tokenizer import (
     check_shared_vocab,
 )
 from descant.decoding.speculative.token_alignment import ByteTokenizer, LookbehindWindows, TokenTranslator
-from descant.engine.planner import as_model, new_cache
+from descant.engine.planning.planner import as_model, new_cache
 from descant.errors import InputError, UnsupportedModel
-from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.stores.dense import DenseStore
 from descant.tokenization.token_bytes import TokenBytes
 from tests.support import pretrained, wordpiece
 

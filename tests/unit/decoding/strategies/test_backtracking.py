@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from descant import ConfigError, GenerationConfig, InputError, Request, RowError, generate, stream
-from descant.decoding.processors import MirostatLogitsWarper
+from descant.decoding.processors.truncation import MirostatLogitsWarper
 from descant.engine.session import Finished, Session, Tokens
 from descant.testing import check_admission, check_batch, check_seed, outcomes
 from tests.contracts.configs import TEXTS, tokenizer

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import descant
 from descant import ConfigError, GenerationConfig, InputError
-from descant.decoding.processors import AllowedSequences
-from descant.decoding.strategies.hidden_state_bank import HiddenStateBank
+from descant.decoding.processors.allowed_sequences import AllowedSequences
+from descant.decoding.strategies.contrastive import HiddenStateBank
 from tests.contracts.configs import TEXTS, tokenizer
 from tests.contracts.promises import stopped
 from tests.support.tiny_models import Tiny, pad, prompts

@@ -11,7 +11,7 @@ import torch
 
 import descant
 from descant.decoding.constraints import DisjunctiveConstraint, PhrasalConstraint
-from descant.decoding.processors.diversity import HammingDiversityLogitsProcessor
+from descant.decoding.processors.guidance import HammingDiversityLogitsProcessor
 from descant.decoding.strategies.beams.scorers import (
     BeamScorer,
     BeamSearchScorer,

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from descant.decoding.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
-from descant.decoding.watermark.schemes.synthid import Tournament, get_tournament
+from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
 from descant.decoding.watermark.statistics import binomial_tail, weighted_tail
 from descant.decoding.watermark.synthid import (
     SynthIDScheme,
     SynthIDTextWatermarkDetector,
+    SynthIDTextWatermarkLogitsProcessor,
+    Tournament,
+    get_tournament,
     mean_score,
     round_weights,
     weighted_mean_score,

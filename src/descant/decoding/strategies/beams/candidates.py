@@ -1,4 +1,4 @@
-"""The settings, candidates, request groups and recorded lines of one beam search step."""
+"""The settings, candidates and request groups of one beam search step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from descant.core.context import row_params
 from descant.core.interfaces import Array
-from descant.core.records import RecordedLines
-from descant.core.rows import Rows, index_rows
-from descant.decoding.strategies.beams.finished_pool import BeamScoring, FinishedHypotheses
+from descant.core.rows import Rows
+from descant.decoding.strategies.beams.finished_pool import BeamScoring, FinishedHypotheses, top_unfinished
 
 __all__ = [
     "LIMIT_REASONS",
@@ -24,8 +23,6 @@ __all__ = [
     "BeamSettings",
     "TableLayout",
     "append_beam_indices",
-    "concat_recorded_lines",
-    "recorded_lines",
 ]
 
 LIMIT_REASONS = ("length", "time")  # these finish a row whatever its token
@@ -45,59 +42,68 @@ class BeamSettings(NamedTuple):
         return self.num_beams // self.num_groups
 
 
-@dataclass
-class BeamCandidates:
+class BeamCandidates(NamedTuple):
     """The candidates of one step on the host, best (or first sampled) first [B, K]."""
 
     sum_logprobs: Array  # summed log-probabilities
-    parent_rows: Tensor  # the row of each candidate
-    parent_slots: Tensor  # the slot of that row
-    tokens: Tensor
-    finished_mask: Array  # bool
-    finish_reasons: Sequence[tuple[str, Array]]
+    parent_rows: Array  # the row of each candidate
+    parent_slots: Array  # the slot of that row
+    tokens: Array
+    finish_reasons: Sequence[tuple[str, Array]]  # the candidates that each reason finishes, bool
 
     def finish_reason(self, index: int, rank: int) -> str:
         """Why candidate `rank` of request `index` finishes."""
-        flat = index * self.sum_logprobs.shape[1] + rank
-        return next(name for name, mask in self.finish_reasons if mask[flat])
+        return next(name for name, mask in self.finish_reasons if mask[index, rank])
 
     def reason_mask(self, *names: str) -> Array:
-        """Which candidates finish for one of these reasons [B, K]."""
-        matches = np.zeros(self.sum_logprobs.size, dtype=bool)
-        for name, mask in self.finish_reasons:
-            if name in names:
+        """Which candidates finish for one of these reasons, or for any [B, K]."""
+        matches = np.zeros(self.sum_logprobs.shape, dtype=bool)
+        for name, mask in self.finish_reasons:  # one name may be there twice
+            if not names or name in names:
                 matches |= mask
-        return matches.reshape(self.sum_logprobs.shape)
+        return matches
+
+    def top(self, finished: Array, width: int) -> BeamCandidates:
+        """The `width` best that do not finish [B, W]; the sum of others, where too few are left, is -inf."""
+        ranks = top_unfinished(self.sum_logprobs, finished, width)
+        lines = np.arange(len(ranks))[:, None]
+        unfinished_sums = np.where(finished, -np.inf, self.sum_logprobs)
+        return BeamCandidates(
+            unfinished_sums[lines, ranks],
+            self.parent_rows[lines, ranks],
+            self.parent_slots[lines, ranks],
+            self.tokens[lines, ranks],
+            [(name, mask[lines, ranks]) for name, mask in self.finish_reasons],
+        )
 
 
 @dataclass
 class BeamGroup:
     """Requests with equally many rows in one beam group."""
 
-    group_index: int
-    rows: Tensor  # [B, N] rows of each in the order of their slots
+    index: int
+    rows: Array  # [B, N] rows of each in the order of their slots
     requests: Array  # [B]
     table: Rows
     pools: FinishedHypotheses
-    num_groups: int = 1
+    num_groups: int
 
     @cached_property
     def pool_indices(self) -> Array:
         """The index of each request's pool [B]."""
-        return self.pools.indices_of(self.requests * self.num_groups + self.group_index)
+        return self.pools.indices_of(self.requests * self.num_groups + self.index)
 
     @cached_property
     def scoring(self) -> BeamScoring:
         """The scoring of each request."""
-        return _beam_scoring(self.table, self.rows[:, 0].numpy())
-
-
-class RequestBatch(NamedTuple):
-    """Requests of a table with equally many rows."""
-
-    num_rows: int  # of each
-    place: Array | None  # [B * N] places in the order of the rows; None: all
-    requests: Array  # [B] ascending
+        params, first_rows = row_params(self.table), self.rows[:, 0]
+        prompt_length = self.table.prompt_length.numpy()[first_rows]
+        return BeamScoring(
+            self.table.length.numpy()[first_rows] + 1 - prompt_length,
+            params["max_length"].numpy()[first_rows] - prompt_length,
+            params["early_stopping"].numpy()[first_rows],
+            params["length_penalty"].numpy()[first_rows],
+        )
 
 
 class TableLayout(NamedTuple):
@@ -105,17 +111,17 @@ class TableLayout(NamedTuple):
 
     version: object
     key: Array  # [R] of each row, to which its slot is added
-    batches: Sequence[RequestBatch]  # requests at their first token have one row, all others `num_beams`
+    batches: Sequence[tuple[Array | None, Array]]  # places in the order of rows (None: all), and the requests
 
     @classmethod
     def from_rows(cls, rows: Rows, num_beams: int) -> Self:
-        """The layout of a table."""
+        """The layout of a table, batched by the requests' number of rows: one at the first token."""
         requests, rank, counts = np.unique(rows.request.numpy(), return_inverse=True, return_counts=True)
-        batches = []
+        batches: list[tuple[Array | None, Array]] = []
         for count in sorted(set(counts.tolist())):
             is_own = counts == count
             place = None if is_own.all() else np.flatnonzero(np.repeat(is_own, counts))
-            batches.append(RequestBatch(count, place, requests[is_own]))
+            batches.append((place, requests[is_own]))
         return cls(rows.version, rank * num_beams, batches)
 
     def row_order(self, rows: Rows) -> Array:
@@ -123,50 +129,12 @@ class TableLayout(NamedTuple):
         return np.argsort(self.key + rows.slot.numpy())
 
 
-def _beam_scoring(rows: Rows, first_rows: Array) -> BeamScoring:
-    """The scoring of the requests whose first rows are `first_rows` [B]."""
-    params = row_params(rows)
-    prompt_length = rows.prompt_length.numpy()[first_rows]
-    return BeamScoring(
-        rows.length.numpy()[first_rows] + 1 - prompt_length,
-        params["max_length"].numpy()[first_rows] - prompt_length,
-        params["early_stopping"].numpy()[first_rows],
-        params["length_penalty"].numpy()[first_rows],
-    )
-
-
-def recorded_lines(
-    rows: Rows, group_rows: Array, is_unexpanded: Array, first_slot: int, group_size: int, scores: Tensor
-) -> RecordedLines:
-    """A group's recorded lines: at the first token one row counts for all of the group's slots."""
-    copies = np.where(is_unexpanded[group_rows], group_size, 1)
-    row_position = np.arange(len(group_rows)).repeat(copies)
-    offset = np.arange(len(row_position)) - (np.cumsum(copies) - copies)[row_position]
-    slot = np.where(
-        is_unexpanded[group_rows][row_position],
-        first_slot + offset,
-        rows.slot.numpy()[group_rows][row_position],
-    )
-    index = torch.from_numpy(row_position)
-    return RecordedLines(
-        torch.from_numpy(group_rows)[index], torch.from_numpy(slot), index_rows(scores, index)
-    )
-
-
-def concat_recorded_lines(parts: Sequence[RecordedLines]) -> RecordedLines:
-    """The recorded lines of several groups as one."""
-    scores = [part.scores for part in parts if part.scores is not None]
-    return RecordedLines(
-        torch.cat([part.rows for part in parts]), torch.cat([part.slot for part in parts]), torch.cat(scores)
-    )
-
-
-def append_beam_indices(rows: Rows, parents: Tensor, slots: Tensor) -> Tensor:
-    """The parents' beam indices with the chosen slots appended [R', C]."""
-    beam_indices = torch.from_numpy(rows.column("beam_indices").numpy()[parents.numpy()])
-    position = (rows.length.numpy() - rows.prompt_length.numpy())[parents.numpy()]
-    width = int(position.max(initial=-1)) + 1
+def append_beam_indices(rows: Rows, parents: Array, slots: Array) -> Tensor:
+    """The parents' beam indices with the chosen slots appended [R', C], equally wide for all of a table."""
+    beam_indices = torch.from_numpy(rows.column("beam_indices").numpy()[parents])
+    position = rows.length.numpy() - rows.prompt_length.numpy()
+    width = int(position.max()) + 1
     if width > beam_indices.shape[1]:
         beam_indices = torch.nn.functional.pad(beam_indices, (0, width), value=-1)
-    beam_indices.numpy()[np.arange(len(position)), position] = slots.numpy()
+    beam_indices.numpy()[np.arange(len(parents)), position[parents]] = slots
     return beam_indices

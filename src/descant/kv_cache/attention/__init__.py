@@ -1,0 +1,1 @@
+"""What attention reads of a store: packed rows, shared prefixes, attention scores."""

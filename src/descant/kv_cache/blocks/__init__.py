@@ -1,0 +1,1 @@
+"""Blocks of slots: the pool of a paged cache, and the slots that rows write."""

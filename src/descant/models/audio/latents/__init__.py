@@ -1,0 +1,1 @@
+"""Models of sound that decode a vector of numbers in a step."""

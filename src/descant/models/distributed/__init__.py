@@ -1,0 +1,1 @@
+"""One generation on several processes."""

@@ -1,0 +1,204 @@
+"""A speech model behind a server: one recording at a time, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import time
+import wave
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from descant.api.generate import generate
+from descant.errors import EngineFull, MissingExtra
+from descant.models.audio.whisper import language_codes
+from descant.serve.http.errors import ApiError, invalid_value
+from descant.serve.settings import ServerSettings
+
+__all__ = ["TimedText", "TranscribedAudio", "Transcriber"]
+
+MAX_SECONDS: Final = 3 * 3600
+_MAX_CHANNELS: Final = 8
+
+
+def read_audio(data: bytes, rate: int) -> Any:
+    """The samples [N] of a recording, between -1 and 1 and `rate` a second, its channels mixed.
+
+    WAV with 16-bit samples is read as it is; other formats need the extra `audio`.
+    """
+    samples, own_rate = _read_wave(data) or _read_any(data)
+    if len(samples) > MAX_SECONDS * own_rate:
+        raise _audio_error(f"must be at most {MAX_SECONDS} seconds long")
+    if not len(samples):
+        raise _audio_error("must have at least one sample")
+    mono = samples if samples.ndim == 1 else samples.mean(axis=1)
+    return _resample(mono.astype(np.float32), own_rate, rate)
+
+
+def _read_wave(data: bytes) -> tuple[Any, int] | None:
+    """A WAV file of 16-bit samples; None: it is none."""
+    try:
+        with wave.open(io.BytesIO(data)) as sound:
+            channels, width, rate = sound.getnchannels(), sound.getsampwidth(), sound.getframerate()
+            if width != 2 or not 0 < channels <= _MAX_CHANNELS or rate <= 0:
+                return None
+            raw = sound.readframes(min(sound.getnframes(), MAX_SECONDS * rate + 1))
+    except (wave.Error, EOFError, ValueError):
+        return None
+    whole = len(raw) // (2 * channels) * 2 * channels
+    samples = np.frombuffer(raw[:whole], "<i2").astype(np.float32) / 32768
+    return samples.reshape(-1, channels), rate
+
+
+def _read_any(data: bytes) -> tuple[Any, int]:
+    """A recording in any format that libsndfile reads: FLAC, Ogg, MP3 and others."""
+    try:
+        import soundfile
+    except ImportError:
+        raise MissingExtra("audio", "a recording that is not WAV with 16-bit samples") from None
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as sound:
+            if not 0 < sound.channels <= _MAX_CHANNELS or sound.samplerate <= 0:
+                raise _audio_error(f"must have 1 to {_MAX_CHANNELS} channels")
+            samples = sound.read(MAX_SECONDS * sound.samplerate + 1, dtype="float32", always_2d=True)
+            return samples, int(sound.samplerate)
+    except (RuntimeError, ValueError, TypeError):  # what libsndfile raises for broken files
+        raise _audio_error("must be a recording in a known format") from None
+
+
+def _resample(samples: Any, own: int, rate: int) -> Any:
+    if own == rate:
+        return samples
+    try:
+        import soxr
+    except ImportError:
+        raise MissingExtra("audio", f"a recording with another rate than {rate} a second") from None
+    if not 1000 <= own <= 400_000:
+        raise _audio_error("must have a rate from 1,000 to 400,000 samples a second")
+    return soxr.resample(samples, own, rate)
+
+
+def _audio_error(must: str) -> ApiError:
+    return invalid_value("file", f"`file` {must}")
+
+
+_WINDOW_SECONDS: Final = 30.0
+
+
+class TimedText(NamedTuple):
+    """A part of a transcript and its times in seconds."""
+
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+
+
+class TranscribedAudio(NamedTuple):
+    """What was said in a recording."""
+
+    text: str
+    segments: list[TimedText]
+    seconds: float  # of the recording
+    language: str | None
+
+
+@dataclass(eq=False)
+class Transcriber:
+    """A Whisper model with its processor; requests wait for each other in order."""
+
+    model: Any
+    processor: Any
+    settings: ServerSettings
+    max_waiting: int = 64
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="descant-speech")
+        self._num_waiting = 0
+        self._is_closed = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a further recording would be refused."""
+        return self._num_waiting >= self.max_waiting
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it takes recordings."""
+        return not self._is_closed
+
+    def close(self) -> None:
+        """Cancel what waits, and end the thread."""
+        self._is_closed = True
+        self._pool.shutdown(cancel_futures=True)
+
+    @property
+    def _rate(self) -> int:
+        return int(self.processor.feature_extractor.sampling_rate)
+
+    @property
+    def _is_multilingual(self) -> bool:
+        return bool(getattr(self.model.generation_config, "is_multilingual", False))
+
+    async def transcribe(self, data: bytes, options: Mapping[str, Any]) -> TranscribedAudio:
+        """The transcript of a recording; cancelling the task ends it within a step."""
+        if self._num_waiting >= self.max_waiting:
+            raise EngineFull(self._num_waiting, self.max_waiting)
+        is_cancelled = threading.Event()
+        self._num_waiting += 1
+        try:
+            samples = await asyncio.to_thread(read_audio, data, self._rate)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pool, self._run, samples, dict(options), is_cancelled)
+        finally:
+            is_cancelled.set()
+            self._num_waiting -= 1
+
+    def _run(self, samples: Any, options: dict[str, Any], is_cancelled: threading.Event) -> TranscribedAudio:
+        if is_cancelled.is_set():
+            raise ApiError(499, "the client has disconnected", code="disconnected")
+        language, prompt = options.pop("language", None), options.pop("prompt", None)
+        seconds = len(samples) / self._rate
+        # Longer recordings are cut at timestamps, so the features must not be cut to one window.
+        is_long = seconds > _WINDOW_SECONDS
+        long = {"truncation": False, "padding": "longest"} if is_long else {}
+        inputs = self.processor(
+            samples, sampling_rate=self._rate, return_attention_mask=True, return_tensors="pt", **long
+        )
+        given: dict[str, Any] = {**options, **inputs.to(self.model.device)}
+        given["input_features"] = given["input_features"].to(self.model.dtype)
+        if language is not None:
+            language = self._check_language(language)
+            if self._is_multilingual:  # a model of one language takes no name of one
+                given["language"] = language
+        if prompt:
+            given["prompt_ids"] = self.processor.get_prompt_ids(prompt, return_tensors="pt")
+        output: Any = generate(
+            self.model,
+            return_timestamps=True,
+            return_segments=True,
+            stopping_criteria=[lambda *_, **__: is_cancelled.is_set()],
+            **given,
+        )
+        segments = [self._segment(one) for one in output.segments[0]]
+        return TranscribedAudio("".join(one.text for one in segments).strip(), segments, seconds, language)
+
+    def _segment(self, segment: Mapping[str, Any]) -> TimedText:
+        tokens = segment["tokens"].tolist()
+        text = self.processor.tokenizer.decode(tokens, skip_special_tokens=True)
+        return TimedText(float(segment["start"]), float(segment["end"]), text, tokens)
+
+    def _check_language(self, language: str) -> str:
+        codes = language_codes()
+        code = codes.get(language.lower(), language.lower())
+        known = set(codes.values()) if self._is_multilingual else {"en"}
+        if code not in known:
+            message = f"`language` must be one that the model knows, got {language[:40]!r}"
+            raise invalid_value("language", message)
+        return code

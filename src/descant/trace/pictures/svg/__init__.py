@@ -1,0 +1,1 @@
+"""Pictures of a trace as SVG files."""
