@@ -22,7 +22,8 @@ from descant.kv_cache.paged import PagedStore
 __all__ = ["limit_forced_drafts", "parked_demand", "reads_in_chunks", "request_demand"]
 
 # Fields that say how many tokens are drafted.
-DRAFT_FIELDS = ("prompt_lookup_num_tokens", "suffix_lookup_num_tokens", "num_assistant_tokens")
+_LOOKUP_FIELDS = ("prompt_lookup_num_tokens", "suffix_lookup_num_tokens")
+DRAFT_FIELDS = (*_LOOKUP_FIELDS, "num_assistant_tokens")
 
 
 def reads_in_chunks(traits: ModelTraits, store: RowCache) -> bool:
@@ -44,10 +45,11 @@ def limit_forced_drafts(
 
 
 def _with_possible_drafts(one: ResolvedRequest, limit: int | None) -> ResolvedRequest:
+    """The request; with fewer drafts if only its grammar drafts and a step of `limit` tokens has no room."""
     plan, request = one.plan, one.request
     drafts, rows = int(plan.method_params.get("draft_tokens", 0)), _num_fed_rows(one)
     given = [plan.config.assistant_early_exit, request.assistant_model, plan.recipe]
-    given += [getattr(plan.config, name) for name in DRAFT_FIELDS[:2]]
+    given += [getattr(plan.config, name) for name in _LOOKUP_FIELDS]
     if limit is None or not rows <= limit < rows * (1 + drafts) or any(value is not None for value in given):
         return one
     params = {**plan.method_params, "draft_tokens": limit // rows - 1}
