@@ -20,7 +20,7 @@ import transformers
 
 import descant
 from bench.models import fast_copy
-from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.stores.paged import PagedStore
 
 __all__ = ["main"]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as theirs
 
+import descant as ours
 from descant.core.context import Context, columns_from_rows
-from descant.decoding import processors as ours
 
 __all__ = ["main"]
 

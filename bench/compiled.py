@@ -25,10 +25,9 @@ import transformers
 from descant import GenerationConfig, Request, Session, Tokens
 from descant.config.compile_config import CompileConfig
 from descant.core.interfaces import KVCache
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.static import StaticStore
-from descant.models.compiled_step import compiled_steps_of
-from descant.models.traits import traits_of
+from descant.kv_cache.stores.dense import DenseStore, StaticStore
+from descant.models.fast.compiled_step import compiled_steps_of
+from descant.models.forward.traits import traits_of
 
 __all__ = ["Figures", "StepBenchmark", "main"]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from descant.core.interfaces import ModelTraits, RankGroup
 from descant.core.records import Hypothesis, Tokens
-from descant.engine.events import Event, Finished, Report
+from descant.engine.protocol import Event, Finished, Report
 from descant.engine.request import Request
 from descant.errors import DescantError
 from descant.trace.trace import Trace

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bench.process_time import process_family
-from descant.jobs.shard_folder import JobManifest, ShardFolder
+from descant.jobs.shards import JobManifest, ShardFolder
 from descant.jobs.source import JobSource
 from tools.job_battery.ray_environment import ray_environment
 

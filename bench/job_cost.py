@@ -27,7 +27,7 @@ from bench.job_sides import (
 )
 from bench.process_time import process_seconds
 from descant.jobs import Job
-from descant.models.loading import load
+from descant.models.loading.loading import load
 
 __all__ = ["add_cost_options", "measure_sides", "print_ratios", "run_cost"]
 

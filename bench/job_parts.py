@@ -11,16 +11,14 @@ from typing import Any
 
 import torch
 
-from descant.api.completion_record import completion_text
-from descant.api.prompt import encode_prompt
-from descant.engine.planner import as_model
+from descant.api.chat_prompt import encode_prompt
+from descant.api.text_output import completion_text
+from descant.engine.planning.planner import as_model
 from descant.jobs import Job
-from descant.jobs.attempt_log import AttemptLog
-from descant.jobs.job_files import open_source
-from descant.jobs.job_model import JobModel
-from descant.jobs.row_requests import RowRequests, _fill
-from descant.jobs.shard_folder import JobManifest, ShardFolder
-from descant.jobs.shard_formats import JsonLinesShards
+from descant.jobs.description import open_source
+from descant.jobs.job_model import JobModel, RowRequests, _fill
+from descant.jobs.shards import JobManifest, JsonLinesShards, ShardFolder
+from descant.jobs.workers.job_worker import AttemptLog
 
 __all__ = ["print_parts"]
 

@@ -28,19 +28,16 @@ import torch
 from bench.instant_engine import InstantEngine
 from bench.peak import Peak, resident_bytes
 from descant.config.generation_config import GenerationConfig
-from descant.engine.async_engine import AsyncEngine
-from descant.engine.planner import as_model
+from descant.engine.planning.planner import as_model
+from descant.engine.serving.async_engine import AsyncEngine
 from descant.jobs import Job
+from descant.jobs.job import JobRun
 from descant.jobs.job_model import JobModel
-from descant.jobs.job_run import JobRun
-from descant.jobs.job_worker import JobWorker
-from descant.jobs.row_position import RowPosition, RowPositions
-from descant.jobs.shard_folder import JobManifest, ShardFolder
-from descant.jobs.shard_group import GROUPS_AT_ONCE, ShardGroup, group_shards
-from descant.jobs.source import JobSource
-from descant.jobs.workers import WorkerCallbacks
-from descant.models.loading import load_tokenizer
-from descant.models.tiny_llama import toy
+from descant.jobs.shards import JobManifest, ShardFolder, group_shards
+from descant.jobs.source import JobSource, RowPosition, RowPositions
+from descant.jobs.workers.job_worker import LocalWorker
+from descant.models.loading.loading import load_tokenizer
+from descant.models.loading.tiny_llama import toy
 
 __all__ = ["add_rows_options", "run_rows"]
 
@@ -73,40 +70,6 @@ class InstantModel(JobModel):
         """The engine."""
         engine = InstantEngine(as_model(self.model).traits, self.tokenizer.eos_token_id, self.on_finished)
         return AsyncEngine(engine), self.generation_config
-
-
-@dataclass(frozen=True)
-class LoggedWorker:
-    """One worker in this process that writes a log of attempts, as one in a process of its own."""
-
-    model: JobModel
-
-    def digest(self) -> str:
-        return self.model.digest()
-
-    def count(self) -> int:
-        return 1
-
-    def run(self, groups: Iterator[ShardGroup], folder: ShardFolder, callbacks: WorkerCallbacks) -> None:
-        asyncio.run(self._run(groups, folder, callbacks))
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-    async def _run(
-        self, groups: Iterator[ShardGroup], folder: ShardFolder, callbacks: WorkerCallbacks
-    ) -> None:
-        limit = asyncio.Semaphore(GROUPS_AT_ONCE)
-        with JobWorker(self.model, run="bench") as worker:
-
-            async def run_group(group: ShardGroup) -> None:
-                callbacks.on_report(await worker.run_group(group, folder))
-                limit.release()
-
-            async with asyncio.TaskGroup() as tasks:
-                for group in groups:
-                    await limit.acquire()
-                    tasks.create_task(run_group(group))
 
 
 @dataclass
@@ -148,7 +111,8 @@ def run_rows(args: argparse.Namespace) -> None:
         _write_source(Path(job.source_files[0]), args.rows)
         shutil.rmtree(job.sink, ignore_errors=True)
         memory = MemoryLog(args.every)
-        workers = LoggedWorker(InstantModel(job, model, tokenizer, memory.note))
+        # It writes a log of attempts, as a worker in a process of its own.
+        workers = LocalWorker(InstantModel(job, model, tokenizer, memory.note), run="bench")
         began, memory.began = time.monotonic(), time.process_time()
         with _profiled() if args.profile else contextlib.nullcontext():
             result = JobRun(job).run(lambda: workers)
@@ -184,7 +148,7 @@ def _write_source(path: Path, rows: int) -> None:
             file.write(json.dumps({"text": f"row {row}", "key": f"k{row}"}) + "\n")
 
 
-def _print_resume(job: Job, workers: LoggedWorker, rows: int) -> None:
+def _print_resume(job: Job, workers: LocalWorker, rows: int) -> None:
     """The time of a run that finds all shards."""
     began = time.process_time()
     if JobRun(job).run(lambda: workers).computed_rows:

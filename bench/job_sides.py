@@ -19,21 +19,16 @@ from uuid import uuid4
 
 from bench.process_time import ProcessWatch, process_seconds, thread_seconds
 from descant.config.generation_config import GenerationConfig
-from descant.engine.async_engine import AsyncEngine
-from descant.engine.events import Finished
+from descant.engine.protocol import Finished
 from descant.engine.request import Request
+from descant.engine.serving.async_engine import AsyncEngine
 from descant.jobs import Job
-from descant.jobs.attempt_log import FOLDER
-from descant.jobs.job_files import open_source
-from descant.jobs.job_model import JobModel
-from descant.jobs.job_run import JobRun
-from descant.jobs.local_worker import LocalWorker
-from descant.jobs.results import JobProgress, JobResult
-from descant.jobs.row_requests import RowRequests
-from descant.jobs.shard_folder import ShardFolder
-from descant.jobs.shard_group import ShardGroup
-from descant.jobs.worker_pool import WorkerPool
-from descant.jobs.workers import JobWorkers, WorkerCallbacks
+from descant.jobs.description import JobProgress, JobResult, RunProgress, open_source
+from descant.jobs.job import JobRun
+from descant.jobs.job_model import JobModel, RowRequests
+from descant.jobs.shards import ShardFolder, ShardGroup
+from descant.jobs.workers.job_worker import LocalWorker
+from descant.jobs.workers.worker_pool import WorkerPool
 
 __all__ = [
     "SideResult",
@@ -114,13 +109,12 @@ class TimedModel(JobModel):
 class StartTimer:
     """Workers of a job, and the CPU time until they can run rows.
 
-    `pid` is the process whose descendants they are. `is_late`: they load their model when they get rows, as
-    on Ray.
+    `pid` is the process whose descendants they are.
     """
 
-    def __init__(self, workers: JobWorkers, clock: Callable[[], float], pid: int, *, is_late: bool) -> None:
+    def __init__(self, workers: LocalWorker | WorkerPool, clock: Callable[[], float], pid: int) -> None:
         self.seconds = 0.0
-        self._workers, self._clock, self._pid, self._is_late = workers, clock, pid, is_late
+        self._workers, self._clock, self._pid = workers, clock, pid
         self._threads: dict[str, float] = {}
 
     def digest(self) -> str:
@@ -129,14 +123,8 @@ class StartTimer:
         self._add(began)
         return digest
 
-    def count(self) -> int:
-        return self._workers.count()
-
-    def run(self, groups: Iterator[ShardGroup], folder: ShardFolder, callbacks: WorkerCallbacks) -> None:
-        if self._is_late:
-            log = folder.path / FOLDER
-            threading.Thread(target=self._watch, args=(log, self._clock()), daemon=True).start()
-        self._workers.run(groups, folder, callbacks)
+    def run(self, groups: Iterator[ShardGroup], folder: ShardFolder, progress: RunProgress) -> None:
+        self._workers.run(groups, folder, progress)
 
     def close(self) -> None:
         self._workers.close()
@@ -145,12 +133,6 @@ class StartTimer:
         """The CPU time of the thread that was the busiest since the start: an engine's."""
         now = thread_seconds(self._pid, descendants=True)
         return max(seconds - self._threads.get(name, 0.0) for name, seconds in now.items())
-
-    def _watch(self, log: Path, began: float) -> None:
-        """Wait for the log that a worker opens before its first row."""
-        while not log.exists():
-            time.sleep(0.02)
-        self._add(began)
 
     def _add(self, began: float) -> None:
         self.seconds += self._clock() - began
@@ -193,7 +175,7 @@ async def _run_requests(model: JobModel) -> list[Finished]:
 def local_side(job: Job, model: Any, tokenizer: Any) -> SideResult:
     """`Job.run(model, tokenizer)`."""
     own = TimedModel(job, model, tokenizer)
-    workers = StartTimer(LocalWorker(own), time.process_time, os.getpid(), is_late=False)
+    workers = StartTimer(LocalWorker(own), time.process_time, os.getpid())
     began = time.process_time()
     result = _run(job, workers)
     seconds = time.process_time() - began - workers.seconds
@@ -205,7 +187,7 @@ def process_side(job: Job) -> SideResult:
     pid = os.getpid()
     began = process_seconds(pid)
     pool = WorkerPool(job, uuid4().hex)
-    workers = StartTimer(pool, lambda: process_seconds(pid), pid, is_late=False)
+    workers = StartTimer(pool, lambda: process_seconds(pid), pid)
     with contextlib.closing(workers):
         result = _run(job, workers)
         seconds = process_seconds(pid) - began - workers.seconds
@@ -215,7 +197,7 @@ def process_side(job: Job) -> SideResult:
 
 def ray_side(job: Job, address: str, node: int) -> SideResult:
     """`Job.run(ray=address)` on a cluster of one node, whose process is `node`."""
-    from descant.jobs.ray_workers import RayWorkers  # an extra
+    from descant.jobs.workers.ray_workers import RayWorkers  # an extra
 
     def clock() -> float:
         return time.process_time() - watch.own_seconds() + watch.seconds()
@@ -229,7 +211,7 @@ def ray_side(job: Job, address: str, node: int) -> SideResult:
     with ProcessWatch(node) as watch:
         began = clock()
         inner = RayWorkers(job, uuid4().hex, address)
-        workers = StartTimer(inner, clock, node, is_late=True)
+        workers = StartTimer(inner, clock, node)
         workers.seconds = clock() - began
         with contextlib.closing(workers):
             result = _run(job, workers, on_progress)
@@ -238,7 +220,7 @@ def ray_side(job: Job, address: str, node: int) -> SideResult:
 
 
 def _run(
-    job: Job, workers: JobWorkers, on_progress: Callable[[JobProgress], None] | None = None
+    job: Job, workers: StartTimer, on_progress: Callable[[JobProgress], None] | None = None
 ) -> JobResult:
     shutil.rmtree(job.sink, ignore_errors=True)
     return JobRun(job).run(lambda: workers, on_progress)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from bench.job_sides import cost_job, rows_of_words, write_rows
 from descant.config.generation_config import GenerationConfig
 from descant.jobs import Job
-from descant.jobs.job_messages import encode_job
+from descant.jobs.description import encode_job
 
 __all__ = ["add_vllm_options", "run_vllm"]
 
@@ -32,7 +32,7 @@ _MESSAGE = "Tell a story of {text}."
 _PROGRAM = """
 import json, sys
 from descant.jobs import Job
-from descant.jobs.job_messages import job_values
+from descant.jobs.description import job_values
 if __name__ == "__main__":
     result = Job(**job_values(json.loads(sys.argv[1]))).run()
     print(json.dumps({"tokens": result.tokens}))

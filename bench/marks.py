@@ -25,16 +25,16 @@ from torch import Tensor
 from transformers.generation import logits_process as theirs
 
 import descant
+import descant as ours
 from bench.scenarios import load_model
 from descant.config.generation_config import GenerationConfig
-from descant.core.context import Context, columns_from_rows
-from descant.decoding import processors as ours
-from descant.decoding.watermark.schemes import (
+from descant.config.watermarking_config import (
     BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from descant.core.context import Context, columns_from_rows
 
 __all__ = ["MARKS", "main"]
 

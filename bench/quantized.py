@@ -26,10 +26,10 @@ from bench.prompts import PROMPTS
 from bench.scenarios import load_model
 from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import MissingExtra
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.quantized import QuantizedStore
-from descant.kv_cache.quantizers import HQQ, Quantizer, Quanto
-from descant.models.forward_view import SelfAttentionView
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.quantized import QuantizedStore
+from descant.kv_cache.stores.quantizers import HQQ, Quantizer, Quanto
+from descant.models.forward.encoder import SelfAttentionView
 
 __all__ = ["main"]
 

@@ -22,7 +22,7 @@ import transformers
 from torch import Tensor
 
 import descant
-from descant.models.hf_caches.exports import DynamicCache
+from descant.models.compat.hf_caches.dynamic import DynamicCache
 
 __all__ = ["build_calls", "main", "measure"]
 

@@ -36,8 +36,8 @@ import descant
 from bench.other_servers import OtherServer, transformers_server, vllm_server
 from bench.process_time import process_seconds, thread_seconds
 from descant.models.kv_shape import kv_shape_of
-from descant.models.loading import load
-from descant.serve.assembly import EngineOptions, start_engine
+from descant.models.loading.loading import load
+from descant.serve.application import EngineOptions, start_engine
 from tests.support.http_client import stream
 from tests.support.server_process import ServerProcess
 

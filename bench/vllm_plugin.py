@@ -30,11 +30,11 @@ os.environ.update(
 import vllm
 from vllm.v1.sample.sampler import Sampler
 
+import descant as processors
 from descant.core.sampling_noise import SamplingNoise
-from descant.decoding import processors
 from descant.decoding.strategies.sampling import Sampling
-from descant.engine import batch_sampler
-from descant.engine.strategy_group import StrategyGroup
+from descant.engine.step.strategy_group import StrategyGroup
+from descant.engine.vllm import batch_sampler
 from descant.engine.vllm.logits_processor import DescantLogitsProcessor
 
 __all__ = ["Timers", "main", "measure"]

@@ -26,10 +26,6 @@ from tests.support import ci_slices, pretrained, tiny_models
 from tests.support.forkserver import ForkServer
 from tests.unit.config.hub.server import hub  # noqa: F401 - a fixture
 
-# Tests with these fixtures, or below this folder, run transformers 4.52.4.
-REFERENCE_FIXTURES = {"reference", "transformers4"}
-REFERENCE_FOLDER = Path(__file__).parent / "reference"
-
 # These need vLLM, which has an interpreter of its own: tools/vllm_env.py.
 collect_ignore = [] if find_spec("vllm") else ["vllm"]
 
@@ -65,31 +61,12 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-# Files of tests/unit that take more than about 11 CPU seconds: CI runs them, the daily check does not.
-HEAVY_FILES = frozenset({
-    "test_adaptive_warpers", "test_alignment", "test_allowed_sequences", "test_arithmetic",
-    "test_backtracking", "test_bounds", "test_compiled_step", "test_constrained", "test_contrastive",
-    "test_cross_tokenizer",
-    "test_detokenizer", "test_draft_model", "test_evicting", "test_fallback", "test_generate_issues",
-    "test_kinds", "test_page", "test_prefill", "test_quantized", "test_real", "test_replay", "test_roll_back",
-    "test_scaffold", "test_scorers", "test_sink", "test_sizes", "test_speculation", "test_speculation_issues",
-    "test_support", "test_svg", "test_token_healing", "test_transformers4", "test_trust", "test_window",
-    "test_windows",
-})  # fmt: skip
-
-
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Set the markers `reference`, `heavy` and `slow`, before pytest selects by them."""
-    for item in items:
-        if item.path.stem in HEAVY_FILES:
-            item.add_marker(pytest.mark.heavy)
-        fixtures = set(getattr(item, "fixturenames", ()))
-        if REFERENCE_FIXTURES & fixtures or item.path.is_relative_to(REFERENCE_FOLDER):
-            item.add_marker(pytest.mark.reference)
-    tests = Path(__file__).parent
-    ci_slices.pick([item for item in items if item.path.is_relative_to(tests)], tests)
-    ci_slices.sample(items, [tests / "contracts", tests / "unit" / "decoding" / "guidance"])
+    # An argument with the name of a case selects less than a whole function.
+    whole = not any("[" in argument for argument in config.args)
+    ci_slices.mark(items, Path(__file__).parent, whole=whole)
 
 
 @pytest.hookimpl(wrapper=True)

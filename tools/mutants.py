@@ -7,6 +7,11 @@ of that process, in which the function's code is replaced, so no file changes. A
 
 `tools.call_map` records which functions a test calls. Of the tests in the file `--calls`, only those that
 call the changed function run. The others follow, those whose names match the module first.
+
+Two suites are compared on one list, drawn before either changes:
+
+    python -m tools.mutants --rooms kv_cache --count 60 --freeze frozen.jsonl
+    python -m tools.mutants --rooms kv_cache --frozen frozen.jsonl --heavy --out before.jsonl
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
+import difflib
 import gc
 import json
 import os
@@ -39,8 +45,18 @@ MARKERS = "not slow and not reference and not heavy and not hqq"
 UNOBSERVED = ("strict", "non_blocking", "stacklevel")  # arguments that no test on a CPU can tell apart
 HANG_SECONDS = 30  # CPU seconds of one test, many times what the longest takes
 
-# The contracts of each package, quickest first.
-CONTRACTS = {
+# The contracts of each package, quickest first. The unit tests of all packages run for any of them.
+CONTRACTS: dict[str, tuple[str, ...]] = {
+    "api": ("forks", "methods"),
+    "cli": (),
+    "config": ("configs", "refusals"),
+    "jobs": (),
+    "models": ("caches", "methods"),
+    "recipes": ("recipes",),
+    "serve": (),
+    "testing": ("broken", "broken_caches"),
+    "tokenization": (),
+    "trace": (),
     "core": ("rows", "requests", "schedules", "forks"),
     "engine": ("requests", "schedules", "configs", "speculation_sessions", "methods", "cache_matrix"),
     "decoding": (
@@ -55,6 +71,9 @@ CONTRACTS = {
     ),
     "kv_cache": ("blocks", "caches", "forks", "cache_matrix", "schedules"),
 }
+
+# End-to-end tests of a package that run it in their own process.
+END_TO_END = {"cli": "cli", "serve": "serve", "trace": "browser"}
 
 COMPARISONS = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -79,6 +98,13 @@ class Mutant(NamedTuple):
     def where(self) -> str:
         """The place of the change, as `core/rows.py:take:42`."""
         return f"{self.module.relative_to(SOURCE)}:{self.function}:{self.line}"
+
+    @property
+    def patch(self) -> str:
+        """The change as `git apply` takes it."""
+        name = str(self.module.relative_to(ROOT))
+        texts = self.module.read_text().splitlines(True), self.source.splitlines(True)
+        return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
 
 
 def mutate(node: ast.AST) -> ast.AST | None:
@@ -168,11 +194,23 @@ def draw(room: str, generator: random.Random, count: int, under: str = "") -> It
     yield from generator.sample(found, min(count, len(found)))
 
 
-def read_survivors(results: Path) -> Iterator[Mutant]:
-    """The mutants of a file of results that no test has killed."""
-    for line in results.read_text().splitlines():
+def drawn(given: argparse.Namespace) -> Iterator[Mutant]:
+    """Random mutants of each room of the command."""
+    for room in given.rooms:
+        yield from draw(room, random.Random(f"{given.seed} {room}"), given.count, given.under)
+
+
+def freeze(mutants: Iterator[Mutant], path: Path) -> None:
+    """Write mutants to a file, each with its patch."""
+    records = ({"where": one.where, "change": one.change, "patch": one.patch} for one in mutants)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+
+
+def read_mutants(path: Path) -> Iterator[Mutant]:
+    """The mutants of a frozen list, or those of a file of results that no test has killed."""
+    for line in path.read_text().splitlines():
         record = json.loads(line)
-        if record["verdict"] != "killed":
+        if record.get("verdict") != "killed":
             module = SOURCE / record["where"].split(":")[0]
             found = (mutant for mutant in mutants_of(module) if mutant.where == record["where"])
             yield next(mutant for mutant in found if mutant.change == record["change"])
@@ -251,8 +289,11 @@ class TestMap:
 
 
 def belongs(test: Path, room: str) -> bool:
-    """Whether a file of tests is for a package: a unit test, or one of the package's contracts."""
-    return test.relative_to(TESTS).parts[0] == "unit" or test.stem.removeprefix("test_") in CONTRACTS[room]
+    """Whether a file of tests is for a package: a unit test, one of its contracts or end-to-end tests."""
+    parts = test.relative_to(TESTS).parts
+    if parts[0] == "e2e":
+        return END_TO_END.get(room) == parts[1]
+    return parts[0] == "unit" or test.stem.removeprefix("test_") in CONTRACTS[room]
 
 
 def likeness(module: Path, test: Path) -> int:
@@ -293,14 +334,9 @@ class MutantTestLoop:
         return True
 
     def mutants(self) -> Iterator[Mutant]:
-        """The mutants to try: random ones of each room, or the survivors of an earlier run."""
-        if self.given.again is not None:
-            yield from read_survivors(self.given.again)
-            return
-        for room in self.given.rooms:
-            yield from draw(
-                room, random.Random(f"{self.given.seed} {room}"), self.given.count, self.given.under
-            )
+        """The mutants to try: random ones of each room, a frozen list, or survivors of an earlier run."""
+        path = self.given.again or self.given.frozen
+        return drawn(self.given) if path is None else read_mutants(path)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the first failure."""
@@ -386,6 +422,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120, help="CPU seconds of one mutant")
     parser.add_argument("--tests", nargs="+", type=Path, help="in place of tests/unit and the contracts")
     parser.add_argument("--again", type=Path, help="try the survivors of this file of results again")
+    parser.add_argument("--freeze", type=Path, help="write the list of mutants to this file, and end")
+    parser.add_argument("--frozen", type=Path, help="try the mutants of this list")
+    parser.add_argument("--heavy", action="store_true", help="also run the tests that the daily check omits")
     parser.add_argument("--select", default="", help="only the tests that match this -k expression")
     parser.add_argument("--calls", type=Path, help="a file of tools.call_map")
     parser.add_argument(
@@ -393,10 +432,18 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="a JSONL file to append the results to")
     given = parser.parse_args()
+    if given.freeze is not None:
+        freeze(drawn(given), given.freeze)
+        return
     contracts = sorted({name for room in given.rooms for name in CONTRACTS[room]})
-    files = given.tests or [TESTS / "unit", *(TESTS / "contracts" / f"test_{name}.py" for name in contracts)]
+    files = given.tests or [
+        TESTS / "unit",
+        *(TESTS / "contracts" / f"test_{name}.py" for name in contracts),
+        *(TESTS / "e2e" / END_TO_END[room] for room in given.rooms if room in END_TO_END),
+    ]
+    markers = MARKERS.replace(" and not heavy", "") if given.heavy else MARKERS
     # The forks redirect their output themselves.
-    options = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-m", MARKERS, "-k", given.select]
+    options = ["-q", "-s", "--no-header", "-p", "no:cacheprovider", "-m", markers, "-k", given.select]
     sys.exit(pytest.main([*options, *map(str, files)], plugins=[MutantTestLoop(given)]))
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from bench.detection.corpus import LENGTH
 from bench.detection.marks import marking_config, unrelated_config
 from bench.detection.texts import Text
-from descant.decoding.watermark.schemes import BaseWatermarkingConfig, SynthIDTextWatermarkingConfig
-from descant.decoding.watermark.schemes.synthid import get_tournament, repetition_mask
-from descant.decoding.watermark.synthid import weighted_mean_score
+from descant.config.watermarking_config import BaseWatermarkingConfig, SynthIDTextWatermarkingConfig
+from descant.decoding.watermark.synthid import get_tournament, repetition_mask, weighted_mean_score
 from descant.decoding.watermark.training import (
     DetectorTrainingConfig,
     GValueBatch,

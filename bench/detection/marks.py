@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from descant.decoding.watermark.schemes import (
+from descant.config.watermarking_config import (
     BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,

@@ -12,7 +12,7 @@ from bench.detection.edits import KINDS, SHARES, edit_text
 from bench.detection.marks import MARKS, marking_config, unrelated_config
 from bench.detection.texts import NONE, SAMPLED, Batch, Library, Text
 from bench.detection.trial import score_ids, score_text
-from descant.decoding.watermark.schemes import BaseWatermarkingConfig, GumbelWatermarkingConfig
+from descant.config.watermarking_config import BaseWatermarkingConfig, GumbelWatermarkingConfig
 
 __all__ = ["LENGTHS", "STAGES", "Measures", "Unit"]
 

@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from bench.detection.texts import Reader
-from descant.decoding.watermark.detection import Detector
-from descant.decoding.watermark.scheme_factory import build_schemes
-from descant.decoding.watermark.schemes import BaseWatermarkingConfig
-from descant.decoding.watermark.scores import WatermarkScheme
+from descant.config.watermarking_config import BaseWatermarkingConfig
+from descant.decoding.watermark.detection import Detector, build_schemes
+from descant.decoding.watermark.statistics import WatermarkScheme
 
 __all__ = ["Score", "score_ids", "score_text"]
 

@@ -4,9 +4,9 @@ The public names are listed once, in `__init__.pyi`, where type checkers and edi
 imported at its first use: torch and transformers take seconds to import, which `descant --help` need not.
 """
 
+import ast as _ast
 import importlib as _importlib
 import pkgutil as _pkgutil
-import re as _re
 import typing as _typing
 
 from descant.config.explainer import EXPLAINER as _EXPLAINER
@@ -14,16 +14,17 @@ from descant.config.explainer import EXPLAINER as _EXPLAINER
 __version__ = "0.1.0"
 
 
-def _read_modules() -> dict[str, str]:
-    """The module of each public name, from the lines `from MODULE import NAME as NAME` of the stub."""
-    stub = _pkgutil.get_data(__name__, "__init__.pyi")
-    if stub is None:
-        raise ImportError(f"{__name__} lacks its file __init__.pyi: install it again")
-    lines = _re.findall(r"^from (\S+) import \(?\s*(\w+) as \2,?\s*\)?$", stub.decode(), _re.MULTILINE)
-    return {name: module for module, name in lines}
-
-
-_MODULES = _read_modules()
+_STUB = _pkgutil.get_data(__name__, "__init__.pyi")
+if _STUB is None:
+    raise ImportError(f"{__name__} lacks its file __init__.pyi: install it again")
+# The module of each public name, from the lines `from MODULE import NAME as NAME`.
+_MODULES = {
+    name.name: str(line.module)
+    for line in _ast.parse(_STUB).body
+    if isinstance(line, _ast.ImportFrom)
+    for name in line.names
+    if name.asname == name.name
+}
 
 # Names in capitals first, as ruff sorts.
 __all__ = sorted(_MODULES, key=lambda name: (not name.isupper(), name))  # noqa: PLE0605 - sorted returns a list
@@ -33,7 +34,7 @@ def __getattr__(name: str) -> _typing.Any:
     """Import a public name, or a package of Descant, at its first use."""
     if name in _MODULES:
         value = getattr(_importlib.import_module(_MODULES[name]), name)
-    elif not name.startswith("_") and name in {one.name for one in _pkgutil.iter_modules(__path__)}:
+    elif not name.startswith("_") and name in {module.name for module in _pkgutil.iter_modules(__path__)}:
         value = _importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

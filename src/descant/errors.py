@@ -24,8 +24,11 @@ DescantError (Exception)
 
 from __future__ import annotations
 
+import os
 import re
-from typing import Any, Self, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Self, cast
 
 __all__ = [
     "ChangedRecipe",
@@ -49,6 +52,8 @@ __all__ = [
     "UnsupportedModel",
     "UntrustedRecipe",
     "WorkerFailed",
+    "file_errors",
+    "first_line",
     "format_bytes",
     "format_value",
     "printable",
@@ -97,7 +102,7 @@ def _short_repr(value: object, limit: int) -> str:
 
 
 class Words(str):
-    """What was given in words, as "nothing": an error shows it without quotation marks."""
+    """A value given in words, as "nothing": an error shows it without quotation marks."""
 
     __slots__ = ()
     __repr__ = str.__str__
@@ -106,9 +111,17 @@ class Words(str):
 class DescantError(Exception):
     """The base class of all errors that Descant raises."""
 
+    _parts: tuple[Any, ...] | None = None  # arguments of the class, where `args` hold its message alone
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return super().__reduce__() if self._parts is None else (type(self), self._parts)
+
 
 class _FieldError(DescantError, ValueError):
-    """An error about a named value: "`field` must ..., got value: do this"."""
+    """An error about a named value: "`field` must ..., got value: do this".
+
+    `InputError("seed", must="must be an int", got=seed, do="leave it out")`: the parts, in one call.
+    """
 
     field: FieldNames
     must: str
@@ -149,6 +162,16 @@ class NotInThisVersion(ConfigError):
 
 class InputError(_FieldError):
     """An invalid tensor, path or other argument."""
+
+
+@contextmanager
+def file_errors(field: str, path: str | os.PathLike[str], done: str = "opened") -> Iterator[None]:
+    """Raise InputError for a file that the system lets nobody open, read or write in the block."""
+    try:
+        yield
+    except OSError as error:
+        must = f"must be a file that can be {done} ({error.strerror})"
+        raise InputError(field, must, os.fspath(path)) from None
 
 
 class UnsupportedModel(DescantError, ValueError):
@@ -193,11 +216,10 @@ class DeadlineExceeded(RowError):
 class EngineClosed(DescantError, RuntimeError):
     """A call of an engine that accepts no more requests."""
 
+    _parts = ()
+
     def __init__(self) -> None:
         super().__init__("the engine must be open, and it is draining or closed: make another one")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
 
 
 class EngineFull(DescantError, RuntimeError):
@@ -207,14 +229,11 @@ class EngineFull(DescantError, RuntimeError):
     """
 
     def __init__(self, waiting: int, limit: int, name: str = "max_waiting") -> None:
-        self.waiting, self.limit, self.name = waiting, limit, name
+        self._parts = self.waiting, self.limit, self.name = waiting, limit, name
         may = "may wait" if name == "max_waiting" else "may run"
         super().__init__(
             f"at most {name}={limit} requests {may}, and {waiting} do: try again later, or raise {name}"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.waiting, self.limit, self.name)
 
 
 class RecipeError(DescantError, ValueError):
@@ -222,11 +241,8 @@ class RecipeError(DescantError, ValueError):
 
     def __init__(self, recipe: str, message: str) -> None:
         self.recipe = recipe
-        self._parts: tuple[Any, ...] = (recipe, message)
+        self._parts = (recipe, message)
         super().__init__(f"recipe `{printable(recipe)}`: {message}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._parts
 
 
 class UntrustedRecipe(RecipeError):
@@ -257,9 +273,6 @@ class HubError(DescantError, OSError):
         self.repo = repo
         self._parts = (repo, message)
         super().__init__(f"`{printable(repo)}` on the Hub: {message}")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._parts
 
 
 def printable(text: object) -> str:
@@ -293,10 +306,8 @@ class RankError(DescantError, RuntimeError):
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
+        self._parts = (rank,)
         super().__init__(f"rank {rank} has failed, so all ranks stop: see its error")
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rank,)
 
 
 class WorkerFailed(DescantError, RuntimeError):
@@ -305,9 +316,7 @@ class WorkerFailed(DescantError, RuntimeError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"a worker of the job failed: {reason}")
         self.reason = reason
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.reason,)
+        self._parts = (reason,)
 
 
 class MissingExtra(DescantError, ImportError):
@@ -318,5 +327,12 @@ class MissingExtra(DescantError, ImportError):
         self._parts = (extra, needed_for)
         super().__init__(f"{needed_for} needs the extra `{extra}`: pip install descant[{extra}]")
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self._parts
+
+_MAX_CHARS: Final = 300
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, truncated to fit into one of ours."""
+    lines = str(error).strip().splitlines()
+    line = lines[0].rstrip(".: ") if lines else format_value(error)
+    return line if len(line) <= _MAX_CHARS else line[: _MAX_CHARS - 3] + "..."

@@ -15,6 +15,7 @@ token ids.
 from descant.config.generation_config import GenerationConfig
 from descant.core.context import Context, row_params
 from descant.core.interfaces import (
+    DraftContext,
     Drafter,
     Model,
     ModelTraits,
@@ -26,9 +27,9 @@ from descant.core.interfaces import (
     Strategy,
     Wrapper,
 )
-from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Proposal, Selection, Tokens
+from descant.core.records import ForwardOutput, Hypothesis, Proposal, Selection, Tokens
 from descant.core.rows import Column, Rows, index_rows
-from descant.decoding.guidance.model_wrapper import ModelWrapper
+from descant.decoding.guidance import ModelWrapper
 from descant.decoding.processors.base import LogitsProcessor, check_number, vocab_mask
 from descant.decoding.strategies.backtracking import Backtracking, Retraction
 from descant.decoding.strategies.sampling import Sampling

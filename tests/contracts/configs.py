@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from descant import GenerationConfig
-from descant.config.generation_config import FIELDS, UNSUPPORTED
-from descant.decoding.constraints import DisjunctiveConstraint, PhrasalConstraint
-from descant.decoding.processors import AllowedSequences
-from descant.decoding.watermark.schemes import (
+from descant.config.generation_config import FIELDS
+from descant.config.watermarking_config import (
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from descant.decoding.constraints import DisjunctiveConstraint, PhrasalConstraint
+from descant.decoding.processors.allowed_sequences import AllowedSequences
 from tests.support.config_cases import CASES
 from tests.support.tiny_models import ARCHITECTURES, pad, prompts
 
@@ -275,7 +275,6 @@ ODD: list[Any] = [
 # No functions: errors of a caller's function are not ours.
 MUTE = [one for one in ODD if not callable(one)]
 
-NOW = tuple(name for name in FIELDS if name not in UNSUPPORTED)
 SAMPLING = tuple(name for name, one in FIELDS.items() if one.group == "sampling")
 CONSTRAINED = ("constraints", "force_words_ids", "ordered_constraints", "constraint_gap")
 BEAMS = ("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", *CONSTRAINED)
@@ -346,9 +345,6 @@ def value(rng: random.Random, name: str) -> Any:
         return rng.choice(GOOD[name])
     good, bad = CASES[name]
     if luck < 0.92:
-        # Half of the good values of a field to come are those that ask for nothing.
-        if name in UNSUPPORTED and rng.random() < 0.5:
-            return rng.choice([one for one in UNSUPPORTED[name].no_op_values if one != ()])
         return rng.choice(
             [one for one in good if name not in ("num_beams", "num_return_sequences") or int(one) < 9]
         )
@@ -359,10 +355,7 @@ def value(rng: random.Random, name: str) -> Any:
 
 def fields(rng: random.Random) -> dict[str, Any]:
     """One to six fields, most of the time with what gives them a use."""
-    names = [
-        rng.choice(NOW) if rng.random() < 0.85 else rng.choice(tuple(FIELDS))
-        for _ in range(rng.randint(1, 6))
-    ]
+    names = [rng.choice(tuple(FIELDS)) for _ in range(rng.randint(1, 6))]
     given = {name: value(rng, name) for name in names}
     if rng.random() < 0.85:
         for _ in range(2):  # what is needed may need something

@@ -15,7 +15,7 @@ from descant import Session
 from descant.core.context import row_params
 from descant.core.records import Hypothesis, Observation
 from descant.core.rows import Rows
-from descant.engine.step import StepHooks, run_step
+from descant.engine.step.step import StepHooks, run_step
 from tests.contracts.settings import VOCAB, Setting, scripts
 
 WINDOW = 3

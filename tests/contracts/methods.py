@@ -11,7 +11,7 @@ import torch
 
 from descant import GenerationConfig, Request
 from descant.decoding.constraints import DisjunctiveConstraint, PhrasalConstraint
-from descant.decoding.processors import AllowedSequences
+from descant.decoding.processors.allowed_sequences import AllowedSequences
 from tests.contracts.configs import TEXTS, tokenizer
 from tests.contracts.subjects import METHODS as PLAIN
 from tests.contracts.subjects import requests

@@ -14,13 +14,14 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-import descant.engine.admission
+import descant.engine.tables.admission
 from descant import GenerationConfig, Request
-from descant.core.interfaces import Drafter, ModelTraits, NoiseSource, RowCache
-from descant.core.records import DraftContext, ForwardOutput, Proposal
+from descant.core.interfaces import DraftContext, Drafter, ModelTraits, NoiseSource, RowCache
+from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
-from descant.engine.drafter_factory import DrafterSpec
-from descant.kv_cache.dense import DenseStore
+from descant.engine.planning.drafter_factory import DrafterSpec
+from descant.engine.request import CallPlace
+from descant.kv_cache.stores.dense import DenseStore
 from tests.support import tiny_models
 
 VOCAB, EOS = 10, 9
@@ -215,7 +216,7 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-_drafted = descant.engine.admission.drafter_spec
+_drafted = descant.engine.tables.admission.drafter_spec
 
 
 def _scripted(config: GenerationConfig, model: Any, given: Any) -> DrafterSpec | None:
@@ -235,7 +236,7 @@ def _scripted(config: GenerationConfig, model: Any, given: Any) -> DrafterSpec |
 @contextmanager
 def scripts() -> Iterator[None]:
     """Requests may bring a script for a draft model."""
-    with patch("descant.engine.admission.drafter_spec", _scripted):
+    with patch("descant.engine.tables.admission.drafter_spec", _scripted):
         yield
 
 
@@ -271,7 +272,13 @@ class Setting:
             if name in given
         }
         config = GenerationConfig(**fields, **given)
-        return Request(list(self.prompt), config, logits_processor=self.processors, noise_row=0, **brought)
+        return Request(
+            list(self.prompt),
+            config,
+            logits_processor=self.processors,
+            _call=CallPlace(noise_row=0),
+            **brought,
+        )
 
 
 def _draft_fields(setting: Setting, **others: Any) -> dict[str, Any]:

@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor
 
 from descant.core.interfaces import KVCache
-from descant.kv_cache import paged, shared_prefix_attention
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.evicting import H2OStore, SnapKVStore
-from descant.kv_cache.offloaded import OffloadedStaticStore, OffloadedStore
-from descant.kv_cache.paged import PagedStore
-from descant.kv_cache.quantized import QuantizedStore
-from descant.kv_cache.quantizers import HQQ, Quanto
-from descant.kv_cache.sink import SinkStore
-from descant.kv_cache.static import StaticStore
-from descant.kv_cache.window import WindowStore
+from descant.kv_cache.attention import shared_prefix_attention
+from descant.kv_cache.stores import paged
+from descant.kv_cache.stores.dense import DenseStore, OffloadedStaticStore, OffloadedStore, StaticStore
+from descant.kv_cache.stores.evicting import H2OStore, SnapKVStore
+from descant.kv_cache.stores.paged import PagedStore
+from descant.kv_cache.stores.quantized import QuantizedStore
+from descant.kv_cache.stores.quantizers import HQQ, Quanto
+from descant.kv_cache.stores.sink_window import SinkStore, WindowStore
 from descant.testing import CacheTraits, ReferenceCache
 from descant.testing.reference_cache import RetentionPolicy
 
@@ -74,22 +69,6 @@ def rounding(make: Callable[[], KVCache], error: float) -> Store:
     return Store(make, CacheTraits(error=error))
 
 
-class Afar(OffloadedStore):
-    """An offloaded cache with a given location of blocks, since all devices are the same here."""
-
-    def _write(self, keys: Tensor, *rest: Any) -> None:
-        named, stowed = self._offload_device, any(keys is block for block in self._keys.values())
-        self._offload_device = keys.device if stowed else torch.device("meta")
-        try:
-            super()._write(keys, *rest)
-        finally:
-            self._offload_device = named
-
-
-class AfarStatic(Afar, OffloadedStaticStore):
-    """The same at a fixed size."""
-
-
 # One of each kind.
 STORES: dict[str, Store] = {
     "list": Store(ReferenceCache, CacheTraits(frees_memory=True)),
@@ -100,8 +79,8 @@ STORES: dict[str, Store] = {
         lambda: SinkStore(5, 1, lambda keys, shift: keys, slack=2, room=1), CacheTraits(ends(1, 3))
     ),
     "static": fixed(lambda: StaticStore(CAPACITY)),
-    "offloaded": Store(lambda: Afar(ELSEWHERE)),
-    "offloaded_static": fixed(lambda: AfarStatic(CAPACITY, device=ELSEWHERE)),
+    "offloaded": Store(lambda: OffloadedStore(ELSEWHERE)),
+    "offloaded_static": fixed(lambda: OffloadedStaticStore(CAPACITY, device=ELSEWHERE)),
     "quantized": rounding(lambda: QuantizedStore(Quanto(4), 4), 0.3),
     "snapkv": Store(lambda: SnapKVStore(6, window=3, kernel=3), CacheTraits("own")),
     "h2o": Store(lambda: H2OStore(6, 3), CacheTraits("own")),

@@ -15,9 +15,9 @@ import torch
 
 from descant.core.interfaces import KVSpan
 from descant.kv_cache.block_pool import BlockPool
-from descant.kv_cache.paged import PagedStore
-from descant.testing.block_pool import check_ref_counts, num_used_blocks
+from descant.kv_cache.stores.paged import PagedStore
 from tests.contracts.stores import quietly, small
+from tests.support.block_pool import check_ref_counts, num_used_blocks
 
 PART, WHOLE, SLICE = 500, 10_000, 500
 PARTS = [

@@ -160,6 +160,7 @@ class Tired(ReferenceCache):
         return keys, values
 
 
+@pytest.mark.ci_cases("Shared", "Uncut", "Tired")
 @pytest.mark.parametrize("kind", [Uncut, Rooted, Shared, Tired])
 def test_a_cache_that_violates_the_contract_is_found(kind):
     check_cache(ReferenceCache, examples=30)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from descant import ConfigError, GenerationConfig, Request
-from descant.kv_cache.quantizers import GroupCodec, QuantizedTensor
+from descant.kv_cache.stores.quantizers import GroupCodec, QuantizedTensor
 from descant.testing import Outcome, Schedule, check_admission, check_batch, compare, outcomes
 from tests.contracts import methods, speculation, subjects
 from tests.contracts.stores import small
@@ -190,6 +190,7 @@ def test_all_methods_share_a_session_on_every_cache(tiny, together, cache):
 ALONE = ("greedy", "sampling-fanned", "beam-4", "contrastive", "constrained-groups", "guided", "dola-beams")
 
 
+@pytest.mark.ci_cases("h2o", "quantized", "sliding_window")
 @pytest.mark.parametrize("cache", TIGHT)
 def test_other_rows_have_no_effect(tiny, cache):
     """A batch of N equals N batches of 1, admitted at any step, on an evicting or rounding cache."""

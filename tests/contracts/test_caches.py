@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
 from descant.testing import check_cache, check_generation
 from tests.contracts.stores import ROUNDED_BY_HQQ, STORES, VARIANTS, small, store
 from tests.contracts.subjects import MODELS, mixed
@@ -29,6 +29,22 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.ci_cases(
+    "list",
+    "dense",
+    "paged",
+    "window",
+    "sink",
+    "static",
+    "offloaded",
+    "offloaded_static",
+    "quantized",
+    "snapkv",
+    "h2o",
+    "paged, a slot a block",
+    "window of one",
+    "quantized by hqq",
+)
 @pytest.mark.parametrize(("name", "examples"), EXAMPLES)
 def test_a_cache_equals_lists(name, examples):
     if name == ROUNDED_BY_HQQ:
@@ -37,6 +53,7 @@ def test_a_cache_equals_lists(name, examples):
         check_cache(store(name).make, examples, traits=store(name).traits)
 
 
+@pytest.mark.ci_cases("PagedStore-t5", "DenseStore-llama")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("cache", [DenseStore, PagedStore])
 def test_a_cache_carries_whole_generations(tiny, cache, name):

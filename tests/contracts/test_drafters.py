@@ -6,13 +6,11 @@ import torch
 from descant import GenerationConfig
 from descant.core.records import Proposal
 from descant.core.sampling_noise import SamplingNoise
-from descant.decoding.speculative.draft_model import AssistantDrafter
-from descant.decoding.speculative.early_exit import EarlyExit
-from descant.decoding.speculative.prompt_lookup import PromptLookup
-from descant.decoding.speculative.suffix_lookup import SuffixLookup
-from descant.engine.planner import as_model
+from descant.decoding.speculative.draft_model import AssistantDrafter, EarlyExit
+from descant.decoding.speculative.lookup import PromptLookup, SuffixLookup
+from descant.engine.planning.planner import as_model
 from descant.engine.session import Request
-from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.stores.dense import DenseStore
 from descant.testing import check_drafter
 from tests.support import tiny_models
 
@@ -95,12 +93,14 @@ def flat(drafts, size):
     return torch.full((*drafts.shape, size), 1 / size)
 
 
+@pytest.mark.ci_cases("mistral")
 def test_a_drafter_that_draws_from_its_reported_distribution_passes(subject):
     size = as_model(subject.model).traits.vocab_size
     even = Told(lambda rows, place: torch.randint(size, (len(rows),)), lambda drafts: flat(drafts, size))
     check_drafter(subject.model, lambda: even, requests_of(subject)[:1], sizes=(1,))
 
 
+@pytest.mark.ci_cases("llama")
 def test_a_drafter_that_lies_about_its_law_is_caught(subject):
     size = as_model(subject.model).traits.vocab_size
     skewed = Told(

@@ -11,11 +11,11 @@ from descant import GenerationConfig, Request, Session
 from descant.core.context import PromptInfo, RowParams, columns_from_rows
 from descant.core.records import Context, ForwardOutput, Observation, Proposal, Selection
 from descant.core.rows import Rows
-from descant.decoding.processors import LogitsProcessor
-from descant.decoding.processors.pipeline import PROCESSOR_SPECS
+from descant.decoding.pipeline import PROCESSOR_SPECS
+from descant.decoding.processors.base import LogitsProcessor
 from descant.decoding.strategies.sampling import Sampling
-from descant.engine.planner import make_plan
-from descant.engine.strategy_group import StrategyGroup, as_stateful
+from descant.engine.planning.planner import make_plan
+from descant.engine.step.strategy_group import StrategyGroup, as_stateful
 from tests.support.markov_model import Chain
 
 VOCABULARY = 13
@@ -160,8 +160,19 @@ class Counting(LogitsProcessor):
         return {"said": context.state("said")[:, 0] + tokens + 0.1 * before[:, 0] + 0.01 * after[:, 1]}
 
 
-def lane_of(users=None):
-    return StrategyGroup(Sampling(None, None), None, [(Counting(), users)])
+class Fixed(Sampling):
+    """A strategy that selects what it was made with."""
+
+    def __init__(self, selection):
+        super().__init__(None, None)
+        self.selection = selection
+
+    def select(self, rows, proposal, output):
+        return self.selection
+
+
+def lane_of(users, selection):
+    return StrategyGroup(Fixed(selection), None, [(Counting(), users)])
 
 
 def rows_of(tokens, said):
@@ -184,22 +195,17 @@ def test_drafts_at_once_move_a_state_as_one_by_one(users):
     logits = torch.randn(3, 3, VOCABULARY, generator=generator)
     tokens = torch.tensor([4, 5, 6, 7])
     parents, accepted = torch.tensor([2, 0, 1, 0]), torch.tensor([2, 0, 1, 1])
-    lane = lane_of(users)
+    lane = lane_of(users, Selection(tokens, parents, accepted))
     tried = Proposal(None, drafts, torch.tensor([2, 2, 2]))
-    at_once = lane.process(rows, tried, logits)
-    seen = Observation(rows, logits, at_once, ForwardOutput(at_once))
-    selected = lane.observe(seen, tried, Selection(tokens, parents, accepted))
+    selected, seen = lane.select(rows, tried, ForwardOutput(logits))
     for new, (parent, many) in enumerate(zip(parents.tolist(), accepted.tolist(), strict=True)):
         said = rows.column("said")[parent : parent + 1]
         for place in range(many + 1):
-            one = lane_of(None if users is None or parent in users else torch.tensor([], dtype=torch.long))
+            token = tokens[new : new + 1] if place == many else drafts[parent, place : place + 1]
+            uses = None if users is None or parent in users else torch.tensor([], dtype=torch.long)
             row = rows_of([[1]], said)
             here = logits[parent : parent + 1, place : place + 1]
-            scores = one.process(row, Proposal(), here)
-            assert torch.allclose(scores, at_once[parent, place], atol=1e-6)
-            token = tokens[new : new + 1] if place == many else drafts[parent, place : place + 1]
-            told = one.observe(
-                Observation(row, here, scores, ForwardOutput(scores)), Proposal(), Selection(token)
-            )
+            told, alone = lane_of(uses, Selection(token)).select(row, Proposal(), ForwardOutput(here))
+            assert torch.allclose(alone.scores, seen.scores[parent, place], atol=1e-6)
             said = told.columns["said"]
         assert torch.allclose(selected.columns["said"][new], said[0], atol=1e-5)

@@ -11,9 +11,10 @@ import pytest
 import descant
 from descant import ConfigError, GenerationConfig, Request
 from descant.config.generation_config import FIELDS
+from descant.decoding.grammars.backend import MatcherPool
 from descant.decoding.grammars.compiler import GrammarCompiler, compile_grammar
-from descant.decoding.grammars.matcher_pool import MatcherPool
-from descant.models.tiny_llama import toy
+from descant.engine.request import CallPlace
+from descant.models.loading.tiny_llama import toy
 from tests.support.grammar_texts import BACKENDS, compiled, masks
 from tests.support.json_tokenizer import tokenizer
 
@@ -156,7 +157,7 @@ def test_lone_surrogates_are_refused():
 def test_a_compiled_grammar_must_be_that_of_its_request():
     no = compile_grammar(FIELDS["grammar"].parse({"choice": ["no"]}), tokenizer())
     session = descant.Session(toy(len(tokenizer())))
-    session.admit(replace(request({"choice": ["yes"]}), compiled_grammar=no))
+    session.admit(replace(request({"choice": ["yes"]}), _call=CallPlace(compiled_grammar=no)))
     (finished,) = [event for event in session.drain() if isinstance(event, descant.Finished)]
     assert tokenizer().decode(finished.hypotheses[0].tokens.tolist(), skip_special_tokens=True) == "yes"
 

@@ -15,7 +15,7 @@ import pytest
 
 import descant
 from descant import GenerationConfig, Request
-from descant.models.tiny_llama import toy
+from descant.models.loading.tiny_llama import toy
 from tests.support.grammar_texts import BACKENDS
 from tests.support.json_tokenizer import tokenizer
 from tests.support.schema_cases import schemas

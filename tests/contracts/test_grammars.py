@@ -13,13 +13,12 @@ import torch
 import descant
 from descant import GenerationConfig, Request
 from descant.core.sampling_noise import SamplingNoise
-from descant.decoding.grammars.matcher_pool import MatcherPool
+from descant.decoding.grammars.backend import MatcherPool
 from descant.decoding.processors.grammar import GRAMMAR_PARAM, GrammarLogitsProcessor
 from descant.decoding.speculative.draft_model import AssistantDrafter
-from descant.decoding.speculative.forced_tokens import GrammarDrafter
-from descant.decoding.speculative.prompt_lookup import PromptLookup
-from descant.engine.planner import as_model
-from descant.models.tiny_llama import toy
+from descant.decoding.speculative.lookup import GrammarDrafter, PromptLookup
+from descant.engine.planning.planner import as_model
+from descant.models.loading.tiny_llama import toy
 from descant.testing import check_admission, check_batch, check_drafter, check_processor
 from tests.support.grammar_texts import BACKENDS, compiled
 from tests.support.json_tokenizer import tokenizer

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from descant import ContrastiveDecoding, Finished, GenerationConfig, Request, Session
 from descant.api.inputs import prepare_prompts
-from descant.models.traits import traits_of
+from descant.models.forward.traits import traits_of
 from tests.contracts.test_cache_matrix import CACHES, TIGHT
 from tests.support.tiny_models import prompts
 from tests.unit.decoding.guidance import pairs

@@ -9,7 +9,7 @@ import torch
 
 from descant import GenerationConfig, Request
 from descant.api.inputs import prepare_prompts
-from descant.engine.model_factory import as_model
+from descant.models.model_adapter import as_model
 from descant.testing import check_admission, check_batch
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject
@@ -37,6 +37,24 @@ def _requests(subject: Subject) -> list[Request]:
     return [*made, made[0]]
 
 
+@pytest.mark.ci_cases(
+    "rotary positions",
+    "positions counted from a padding line",
+    "sliding and full attention by layer",
+    "latent attention (MLA)",
+    "recurrent",
+    "recurrent and attention by layer",
+    "a cache class of its own",
+    "rows one by one",
+    "no memory at all",
+    "a prefix of its own in the cache",
+    "encoder-decoder, relative positions",
+    "speech, fixed windows",
+    "speech in a prompt",
+    "images in a prompt",
+    "images by cross-attention",
+    "multimodal positions (M-RoPE)",
+)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != _AROUND])
 def test_laws_hold_on_every_kind(kind: str) -> None:
     subject = subject_of(representative(kind))

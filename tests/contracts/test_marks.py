@@ -12,18 +12,16 @@ import torch
 from torch import Tensor
 
 from descant import GenerationConfig, Request, generate
-from descant.core.context import Context
-from descant.decoding.processors import (
-    GumbelWatermarkLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TopPLogitsWarper,
-    WatermarkLogitsProcessor,
-)
-from descant.decoding.watermark.schemes import (
+from descant.config.watermarking_config import (
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from descant.core.context import Context
+from descant.decoding.processors.filters import TopPLogitsWarper
+from descant.decoding.watermark.green_list import WatermarkLogitsProcessor
+from descant.decoding.watermark.gumbel import GumbelWatermarkLogitsProcessor
+from descant.decoding.watermark.synthid import SynthIDTextWatermarkLogitsProcessor
 from descant.testing import check_admission, check_batch, check_processor, check_seed, outcomes
 from tests.contracts.draws import BOUND, Drawn, drawn, exact, fit, fits
 from tests.contracts.settings import Setting
@@ -313,6 +311,7 @@ def searched(tiny: Tiny, text: list[int], settings: Any, beams: int, new: int) -
     return [ids[len(text) :] for _, ids in held]
 
 
+@pytest.mark.ci_cases("4-selfhash", "2-synthid", "2-lefthash")
 @pytest.mark.parametrize("settings", [GREEN, SELF, COINS], ids=["lefthash", "selfhash", "synthid"])
 @pytest.mark.parametrize("beams", [2, 4])
 def test_a_mark_follows_its_beams(tiny, settings, beams):

@@ -9,7 +9,7 @@ import torch
 
 from descant import ConfigError, GenerationConfig, Request
 from descant.api.inputs import prepare_prompts
-from descant.engine.model_factory import as_model
+from descant.models.model_adapter import as_model
 from descant.testing import check_admission, check_batch, outcomes
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject

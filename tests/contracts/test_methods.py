@@ -6,7 +6,7 @@ import pytest
 
 from descant import Failed, Finished, Session
 from descant.testing import check_admission, check_batch, check_seed, compare, failing_request, outcomes
-from descant.testing.admission_schedule import Schedule
+from descant.testing.outcome import Schedule
 from tests.contracts.methods import DECODER_ONLY, METHODS, SEEDED, mixed, of_method
 
 # Rotary positions, learned positions, and an encoder-decoder.
@@ -44,6 +44,7 @@ def test_a_seed_is_the_requests_own(tiny, name, method):
     check_seed(tiny(name).model, of_method(tiny(name), method, 3), schedules=2)
 
 
+@pytest.mark.ci_cases("llama")
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_all_methods_share_a_session(tiny, name):
     given = mixed(tiny(name))
@@ -57,6 +58,7 @@ def test_all_methods_share_a_session(tiny, name):
             assert unmet[0] == unmet[1], f"request {place} among all methods"
 
 
+@pytest.mark.ci_cases("t5")
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_all_methods_come_and_go(tiny, name):
     check_admission(tiny(name).model, mixed(tiny(name), seed=1), schedules=3)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import descant
-from descant.decoding import processors
-from descant.decoding.processors import LogitsProcessor
-from descant.decoding.processors.pipeline import PROCESSOR_SPECS
-from descant.decoding.watermark.schemes import (
+import descant as processors
+from descant.config.watermarking_config import (
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from descant.decoding.pipeline import PROCESSOR_SPECS
+from descant.decoding.processors.base import LogitsProcessor
 from descant.testing import check_processor
 
 DRY = {"dry_base": 1.75}

@@ -23,12 +23,14 @@ def test_a_late_comer_equals_an_early_one(tiny, name, method):
     check_admission(tiny(name).model, of_method(tiny(name), method, 3), schedules=4)
 
 
+@pytest.mark.ci_cases("t5-beam-sampling", "llama-sampling-fanned", "mistral-sampling-cut", "opt-sampling")
 @pytest.mark.parametrize("method", SEEDED)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_seed_is_the_requests_own(tiny, name, method):
     check_seed(tiny(name).model, of_method(tiny(name), method, 3), schedules=3)
 
 
+@pytest.mark.ci_cases("llama", "t5")
 @pytest.mark.parametrize("name", MODELS)
 def test_methods_share_a_batch(tiny, name):
     check_batch(tiny(name).model, mixed(tiny(name)))

@@ -72,6 +72,7 @@ def batch(request, tiny):
     return subject, given, [outcomes(subject.model, [one])[0] for one in given]
 
 
+@pytest.mark.ci_cases("t5-permuted", "llama-as given")
 @pytest.mark.parametrize("order", ["as given", "permuted", "regrouped"])
 def test_a_batch_of_different_rows_is_as_many_calls(batch, order):
     subject, given, alone = batch
@@ -84,6 +85,7 @@ def test_a_batch_of_different_rows_is_as_many_calls(batch, order):
             compare(alone[at], one, f"row {at}, {order}: {given[at].generation_config!r}")
 
 
+@pytest.mark.ci_cases("llama")
 def test_a_row_may_come_at_any_time(batch):
     subject, given, _ = batch
     check_admission(subject.model, [one for one in given if not one.generation_config.logprobs][:12], 3)
@@ -98,6 +100,7 @@ def test_they_differ_in_more_than_their_prompts(batch):
     assert len(chains) > ROWS * 0.7
 
 
+@pytest.mark.ci_cases("llama")
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_one_call_of_generate_with_a_list_of_configs(tiny, name):
     """Token for token, with the requested log-probabilities."""

@@ -53,6 +53,7 @@ def mix(request, tiny):
     return Mix(one.model, wanted, alone, requests(one, EXTRA, (3, 9, 5, 2), seed=22))
 
 
+@pytest.mark.ci_cases("t5-0")
 @pytest.mark.parametrize("part", first(1, SCHEDULES // PART))
 def test_every_request_is_as_if_alone(mix, part):
     rng = random.Random(part)
@@ -89,7 +90,7 @@ def test_one_forward_a_step_for_all_rows(mix):
         levels = len({int(one) for one in session._tables.default.rows.cached_length})
         session.step()
         used = session.model.forwards - before
-        packed = session.model._packed.is_supported and not session.model._output_states
+        packed = session.model.can_pack(session._tables.default.cache) and not session.model._output_states
         assert used == (1 + (joined and lanes > 1 and not packed) if shared else levels)
         met = max(met, lanes)
     assert met >= 3

@@ -198,6 +198,7 @@ def test_what_shapes_the_scores_of_an_encoder_decoder(drafter, tiny):
         assert seen(guessed).tried > 0
 
 
+@pytest.mark.ci_cases("draft model", "lookup")
 @pytest.mark.parametrize("drafter", FEW)
 def test_guidance_and_layers(drafter, deep_llama, tiny):
     """Model wrappers apply to drafts as well."""
@@ -264,6 +265,7 @@ def _ends(model: Any) -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
+@pytest.mark.ci_cases("draft model", "lookup")
 @pytest.mark.parametrize("drafter", FEW)
 def test_whatever_ends_a_row(drafter, tiny):
     """A run of drafts ends where the row does, at the very token."""

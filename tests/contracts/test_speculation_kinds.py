@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import descant
-from descant.engine.model_factory import as_model
 from descant.errors import ConfigError
-from descant.models.custom_generate import as_custom_generate
+from descant.models.compat.custom_generate import as_custom_generate
+from descant.models.model_adapter import as_model
 from tests.contracts.speculation import ALWAYS, GREEDILY, Tries, close, near
 from tools.sweep.kinds import KINDS, representative
 from tools.sweep.subject import Subject

@@ -20,7 +20,7 @@ from descant import GenerationConfig
 from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.core.sampling_noise import SamplingNoise
-from descant.engine.strategy_group import StrategyGroup, _PendingState
+from descant.engine.step.strategy_group import StrategyGroup, _PendingState
 from tests.contracts.draws import BOUND, WINDOW, Drawn, drawn, exact, fits
 from tests.contracts.settings import EOS, PROMPT, VOCAB, Setting, network
 
@@ -145,6 +145,7 @@ def test_so_do_those_of_rows_that_share_a_table_and_draft_as_they_like(name, cou
     assert not [one for one, mine in zip(MIXED[name], found, strict=True) if rejected(mine, one)]
 
 
+@pytest.mark.ci_cases("500")
 @pytest.mark.parametrize("copies", [1, 500])
 def test_so_do_those_of_a_call(copies):
     """The public way, with a table in which rows end: a tenth of the draws, since each costs ten times."""

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from descant import Finished, Request, Session
-from descant.core.records import DraftContext, Proposal
+from descant.core.interfaces import DraftContext
+from descant.core.records import Proposal
 from descant.core.rows import Rows
+from descant.engine.request import CallPlace
 from tests.contracts.settings import DRAFTERS, EOS, VOCAB, Script, Setting, network, pair, scripts
 
 NEW = 14
@@ -75,7 +77,7 @@ def settings(kind: str, drafter: str, tokens: int) -> list[Setting]:
 def run_session(model: Any, requests: Sequence[Request]) -> tuple[list[Tokens], list[Any]]:
     """The tokens of every sequence of each request, all in one session, and what became of drafts."""
     session, found = Session(model), {}
-    numbers = session.admit(*(replace(one, noise_row=-1) for one in requests))
+    numbers = session.admit(*(replace(one, _call=CallPlace()) for one in requests))
     before = torch.random.get_rng_state()
     for event in session.drain():
         if isinstance(event, Finished):

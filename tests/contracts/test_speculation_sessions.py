@@ -10,7 +10,7 @@ import torch
 
 from descant import Failed, Finished, GenerationConfig, Request, RowError, Session
 from descant.testing import check_admission, check_batch, outcomes
-from descant.testing.admission_schedule import Schedule
+from descant.testing.outcome import Schedule
 from tests.contracts.configs import TEXTS, tokenizer
 from tests.contracts.speculation import DRAFTERS, FEW, few_words, near, request, texts
 from tests.support.tiny_models import prompts
@@ -53,6 +53,7 @@ def alike(plain: list[Any], guessed: list[Any], where: str) -> None:
         assert one.streamed_tokens == two.streamed_tokens, said
 
 
+@pytest.mark.ci_cases("t5")
 @pytest.mark.parametrize(
     "name", ["llama", "t5", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt2", "mistral"))]
 )
@@ -72,6 +73,7 @@ def test_requests_with_and_without_drafts_share_a_session(name, tiny):
     assert 0 < guesses[1] < guesses[0], guesses
 
 
+@pytest.mark.ci_cases("draft model", "lookup")
 @pytest.mark.parametrize("drafter", [*FEW, "its own draft model"])
 def test_the_laws_of_requests(drafter, tiny):
     """A batch equals its rows alone, down to the places at which rows stand between steps."""

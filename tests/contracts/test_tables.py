@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from descant import GenerationConfig, Request
-from descant.engine.cache_factory import CACHES
+from descant.engine.planning.cache_factory import CACHES
 from descant.testing import Outcome, Schedule, compare, outcomes
 from tests.contracts.subjects import requests
 from tests.contracts.test_cache_matrix import TIGHT

@@ -18,15 +18,15 @@ import descant
 from descant import GenerationConfig
 from descant.api.prefill import _digest
 from descant.decoding.processors.allowed_sequences import AllowedSequences, AllowedSequencesLogitsProcessor
-from descant.decoding.watermark.schemes.keys import new_settings, read_settings, write_settings
-from descant.models import loading
+from descant.decoding.watermark.keys import new_settings, read_settings, write_settings
 from descant.models.bayesian_detector import (
     BayesianDetectorConfig,
     BayesianDetectorModel,
     load_detector,
     save_detector,
 )
-from descant.recipes import requirements
+from descant.models.loading import loading
+from descant.recipes import recipe_files as requirements
 from descant.recipes.loading import inspect_recipe, load_recipe
 from descant.recipes.lock import Lock, Pin
 from tests.security import mutation
@@ -118,7 +118,7 @@ def _look(folder: Path) -> None:
     found = inspect_recipe(folder, lock=_lock_of(folder))
     assert found.contents is not None
     assert (found.kind, found.trust_state, found.contents.digest, found.contents.readme) is not None
-    requirements.check(found.contents.requirements, found.name)
+    requirements.check_requirements(found.contents.requirements, found.name)
 
 
 def _run(folder: Path) -> None:

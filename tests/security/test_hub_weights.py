@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from descant.errors import DescantError
-from descant.models import loading
+from descant.models.loading import loading
 from tests.security.subjects import SUBJECTS
 from tests.security.test_payloads import NAME, PAYLOADS, index
 from tests.unit.config.hub.server import Hub

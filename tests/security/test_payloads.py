@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 
 from descant.errors import DescantError
-from descant.models import loading
+from descant.models.loading import loading
 from tests.security.clock import spent
 from tests.security.subjects import SUBJECTS
 from tests.security.test_corrupt import BYTES, SECONDS, begin, highest

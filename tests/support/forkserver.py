@@ -262,15 +262,14 @@ if __name__ == "__main__":
 
     import descant.testing
     from descant import *  # noqa: F403 - all that a program could use
-    from descant.cli.command_table import COMMAND_GROUPS, COMMANDS
+    from descant.cli.application import COMMAND_GROUPS, COMMANDS
 
     for commands in (COMMANDS, *(grouped for _, grouped in COMMAND_GROUPS.values())):
         for entry in commands.values():
             entry.load()
     import descant.cli.application
-    import descant.cli.chat.chat_commands
-    import descant.cli.chat.line_input
-    import descant.cli.chat.rescue
+    import descant.cli.chat.command
+    import descant.cli.chat.conversation
     import descant.cli.jsonl
     import descant.jobs  # noqa: F401
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from descant.config.generation_config import FIELDS
-from descant.decoding.grammars.backend import CompiledGrammar
+from descant.decoding.grammars.backend import CompiledGrammar, MatcherPool, fill_masks
 from descant.decoding.grammars.compiler import compile_grammar
-from descant.decoding.grammars.matcher_pool import MatcherPool, fill_masks
 
 BACKENDS = ("llguidance", "xgrammar")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from descant.core.interfaces import ModelTraits, RowCache
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
-from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.stores.dense import DenseStore
 
 
 class Chain:

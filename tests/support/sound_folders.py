@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from descant.models.sound_model import SoundModel
+from descant.models.loading.loading import SoundModel
 from tests.support import wordpiece
 from tests.support.codebooks import codebook_subject
 from tools.sweep.subject import Entry

@@ -11,12 +11,18 @@ from pathlib import Path
 import pytest
 
 import descant
+from descant.config.registry import DRAFTER_FIELDS
+from descant.engine.planning.cache_factory import CACHES
 
 ROOT = Path(descant.__file__).resolve().parent
 FILES = sorted(ROOT.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
 TOP = {"__init__.py", "__init__.pyi", "errors.py", "parts.py", "py.typed"}
 PACKAGES, LINES, FUNCTION = 14, 700, 60
+# Of a room: files that stand in no folder of it, and imports between its files and folders.
+LOOSE_FILES, ARROWS = 15, 40
+SMALL = 60  # a module of fewer lines is part of the one neighbour that it serves
+SOURCE_FILES = 326
 
 
 def module(path: Path) -> str:
@@ -159,6 +165,55 @@ def test_circles_are_found(graph: dict[str, set[str]], expected: list[list[str]]
     assert circles(graph) == expected
 
 
+# ------------------------------------------------------------------------ rooms
+def contents(package: str) -> dict[str, set[str]]:
+    """The modules below each box of a package: its loose modules and its subpackages."""
+    boxes: dict[str, set[str]] = defaultdict(set)
+    for name, path in MODULES.items():
+        if name.startswith(f"{package}.") and path.name != "__init__.py":
+            boxes[name[len(package) + 1 :].split(".")[0]].add(name)
+    return boxes
+
+
+ROOMS = sorted(name for name, path in MODULES.items() if path.name == "__init__.py" and name != "descant")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_one_look_explains_a_room(room: str) -> None:
+    """At most fifteen loose files and forty arrows between its boxes, and no circle of them."""
+    boxes = contents(room)
+    graph = import_graph()
+    owner = {name: box for box, names in boxes.items() for name in names}
+    arrows = {
+        box: {owner[other] for name in names for other in graph[name] if other in owner} - {box}
+        for box, names in boxes.items()
+    }
+    assert len([box for box, names in boxes.items() if names == {f"{room}.{box}"}]) <= LOOSE_FILES
+    assert sum(map(len, arrows.values())) <= ARROWS
+    assert circles(arrows) == []
+
+
+def test_no_small_module_serves_one_neighbour() -> None:
+    graph = import_graph()
+    importers: dict[str, list[str]] = defaultdict(list)
+    for name, others in graph.items():
+        for other in others:
+            importers[other].append(name)
+    small = [
+        name
+        for name, path in MODULES.items()
+        if path.name not in {"__init__.py", "__main__.py"}
+        and len(path.read_text(encoding="utf-8").splitlines()) < SMALL
+        and len(importers[name]) == 1
+        and importers[name][0].rpartition(".")[0] == name.rpartition(".")[0]
+    ]
+    assert small == []
+
+
+def test_the_source_has_few_files() -> None:
+    assert len(FILES) <= SOURCE_FILES
+
+
 def test_the_repository_has_no_links() -> None:
     """A symbolic link names a path of one machine: `.venv` as a link ends every install from a clone."""
     checkout = ROOT.parent.parent
@@ -172,3 +227,27 @@ def test_the_repository_has_no_links() -> None:
         text=True,
     ).stdout
     assert [line for line in listed.splitlines() if line.startswith("120000")] == []
+
+
+# The names of parts, and the files that may list them: those that declare them.
+PARTS = {
+    "drafter": (set(DRAFTER_FIELDS), {"config/parameters.py", "engine/planning/drafter_factory.py"}),
+    "cache": (
+        set(CACHES),
+        {"config/parameters.py", "engine/planning/cache_factory.py", "api/prefill.py"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_no_list_names_parts_by_hand(kind: str) -> None:
+    """Which drafters and caches there are is said once, on the part; other lists derive from it."""
+    names, declared = PARTS[kind]
+    found = []
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            elements = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", ())
+            named = {one.value for one in elements if isinstance(one, ast.Constant)} & names
+            if len(named) > 1 and short(path) not in declared:
+                found.append(f"{short(path)}:{node.lineno} names {', '.join(sorted(named))}")
+    assert not found, "\n".join(found)

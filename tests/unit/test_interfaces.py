@@ -10,10 +10,10 @@ import torch
 import descant
 from descant import parts
 from descant.core.sampling_noise import SamplingNoise
-from descant.decoding.stopping.checker import StopChecker
-from descant.decoding.watermark import WatermarkDetector
-from descant.engine.planner import as_model
-from descant.models.rank_group import TorchRankGroup
+from descant.decoding.stopping import StopChecker
+from descant.decoding.watermark.green_list import WatermarkDetector
+from descant.engine.planning.planner import as_model
+from descant.models.distributed import TorchRankGroup
 from descant.testing import toy
 
 IDS = torch.tensor([[5, 6, 7]])

@@ -11,6 +11,7 @@ from vllm import LLM
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from descant import Failed, Finished, GenerationConfig, Request, Session
+from descant.engine.request import MERGED
 from descant.engine.vllm.request_config import to_sampling_params
 from tests.support import pretrained
 from tests.support.sampling_configs import sampling_config
@@ -166,7 +167,7 @@ def session_tokens(target: pretrained.Pretrained, cases: Sequence[Case]) -> list
     session = Session(target.model)
     numbers = []
     for prompt, config in cases:
-        request = Request(prompt, config, tokenizer=target.tokenizer, config_merged=True)
+        request = Request(prompt, config, tokenizer=target.tokenizer, _call=MERGED)
         numbers += session.admit(request)
     found: dict[int, list[list[int]] | None] = {}
     for event in session.drain():

@@ -10,9 +10,9 @@ import pytest
 
 from descant import GenerationConfig
 from descant.jobs import Job
+from descant.jobs.job import JobRun
 from descant.jobs.job_model import JobModel
-from descant.jobs.job_run import JobRun
-from descant.jobs.local_worker import LocalWorker
+from descant.jobs.workers.job_worker import LocalWorker
 from tests.support import pretrained
 from tests.vllm.engines import MODEL
 

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 from vllm.v1.worker.gpu.states import RequestState
 
 from descant import Failed, Finished, GenerationConfig, Request, Session
+from descant.engine.request import MERGED
 from descant.engine.vllm.logits_processor import DescantLogitsProcessor
 from descant.engine.vllm.request_config import to_sampling_params
 from tests.support.markov_model import Chain
@@ -155,7 +156,7 @@ def config_of(rng, number) -> GenerationConfig:
 
 def session(model, prompt, config):
     run = Session(model)
-    run.admit(Request(prompt, config, config_merged=True))
+    run.admit(Request(prompt, config, _call=MERGED))
     for event in run.drain():
         if isinstance(event, Failed):
             return None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jinja2
 
-from descant.serve.template_process import RenderLimits, TemplateError, TemplateProcesses
+from descant.serve.model.prompts import RenderLimits, TemplateError, TemplateProcesses
 from tests.support.server_process import ServerProcess
 from tools.battery.client import Client
 from tools.battery.outcome import Outcome, Size

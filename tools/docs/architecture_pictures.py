@@ -1,10 +1,11 @@
-"""The two pictures of docs/guide/architecture.md: the rooms and their layers, and one step of the loop.
+"""The pictures of docs/guide/architecture.md: the rooms and their layers, a step, and the way of a request.
 
-    python tools/docs/architecture_pictures.py             write docs/pictures/rooms.svg and step.svg
-    python tools/docs/architecture_pictures.py --check     fail if either file differs
+    python tools/docs/architecture_pictures.py             write rooms.svg, step.svg and request.svg
+    python tools/docs/architecture_pictures.py --check     fail if a file differs
 
 The rooms come from the import contract in pyproject.toml and from the docstring of each package. The step
-names interfaces and records of `descant.core`; a test checks that they exist.
+names interfaces and records of `descant.core`; a test checks that they exist. The way of a request is a list
+of classes with the first sentences of their docstrings.
 """
 
 from __future__ import annotations
@@ -162,7 +163,57 @@ def step_svg() -> str:
     return document(y + 54, "One step: propose, forward, process, select, commit", parts)
 
 
-PICTURE_FILES = {PICTURES / "rooms.svg": rooms_svg, PICTURES / "step.svg": step_svg}
+# The classes that a prompt passes, in this order, each with its file.
+STATIONS = (
+    ("CallOptions", "api/call.py"),
+    ("Request", "engine/request.py"),
+    ("DecodingPlan", "engine/planning/planner.py"),
+    ("ResolvedRequest", "engine/tables/admission.py"),
+    ("Placement", "engine/tables/table_set.py"),
+    ("RunningRequest", "engine/tables/running_requests.py"),
+    ("Rows", "core/rows.py"),
+    ("Selection", "core/records.py"),
+    ("Finished", "engine/protocol.py"),
+)
+_COLUMNS = 3
+
+
+def sentence(name: str, file: str) -> str:
+    """The first sentence of a class's docstring."""
+    tree = ast.parse((SOURCE / file).read_text(encoding="utf-8"))
+    [node] = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name]
+    text = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ").replace("`", "")
+    return re.split(r"(?<=\w)[.](?:\s|$)", text)[0]
+
+
+def request_svg() -> str:
+    """The way of a request: the classes that a prompt passes, from the arguments of a call to its result."""
+    gap, width = 30.0, (WIDTH - 2 * MARGIN - 2 * 30.0) / _COLUMNS
+    texts = [textwrap.wrap(sentence(name, file), int((width - 20) / 6.1)) for name, file in STATIONS]
+    height = 30 + LINE * (1 + max(map(len, texts))) + 8
+    parts = []
+    for number, (name, file) in enumerate(STATIONS):
+        row, column = divmod(number, _COLUMNS)
+        x, y = MARGIN + column * (width + gap), MARGIN + row * (height + gap)
+        parts.append(box((x, y), (width, height), name, (file, *texts[number])))
+        if number == len(STATIONS) - 1:
+            continue
+        if column < _COLUMNS - 1:
+            line = f"M{x + width:g} {y + height / 2:g}h{gap - 2:g}"
+        else:  # to the first box of the next row
+            below = y + height + gap / 2
+            line = f"M{x + width / 2:g} {y + height:g}V{below:g}H{MARGIN + width / 2:g}v{gap / 2 - 2:g}"
+        parts.append(f'<path class="flow" d="{line}" marker-end="url(#arrow)"/>')
+    rows = -(-len(STATIONS) // _COLUMNS)
+    bottom = MARGIN + rows * (height + gap) - gap + MARGIN
+    return document(bottom, "The way of a request, from the arguments of a call to its result", parts)
+
+
+PICTURE_FILES = {
+    PICTURES / "rooms.svg": rooms_svg,
+    PICTURES / "step.svg": step_svg,
+    PICTURES / "request.svg": request_svg,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,10 +17,11 @@ import descant
 from descant.api.prefill import _SAVABLE_STORES as SAVED
 from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits
-from descant.engine.cache_factory import CACHES, missing_requirement
-from descant.engine.cache_sizing import CacheCost, Workload, cache_cost, cache_request
-from descant.engine.planner import as_model
+from descant.engine.memory_check import CacheCost, cache_cost, cache_request
+from descant.engine.planning.cache_factory import CACHES, missing_requirement
+from descant.engine.planning.planner import as_model
 from descant.errors import format_bytes
+from descant.kv_cache.stores.block_store import Workload
 from descant.models.kv_shape import KVShape, kv_shape_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "memory.md"

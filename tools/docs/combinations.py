@@ -16,8 +16,8 @@ from typing import Any, Final
 import descant
 from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits
-from descant.engine.drafter_factory import DraftInputs
-from descant.engine.planner import drafter_spec, make_plan
+from descant.engine.planning.drafter_factory import DraftInputs, drafter_spec
+from descant.engine.planning.planner import make_plan
 from descant.errors import DescantError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "combinations.md"
@@ -35,7 +35,7 @@ DECODER: Final = ModelTraits(
     context_length=None,
 )
 ENCODER_DECODER: Final = replace(DECODER, is_encoder_decoder=True)
-# The traits of a joint model of `descant.decoding.guidance.arithmetic`.
+# The traits of a joint model of `descant.decoding.guidance`.
 JOINT_DECODER: Final = replace(DECODER, supports_inputs_embeds=False, has_lm_head=False)
 JOINT_ENCODER_DECODER: Final = replace(ENCODER_DECODER, supports_inputs_embeds=False, has_lm_head=False)
 

@@ -9,7 +9,7 @@ import difflib
 import sys
 from pathlib import Path
 
-from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED
+from descant.config.generation_config import FIELDS, GROUPS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "config.md"
 
@@ -48,10 +48,8 @@ def render() -> str:
         for name, field in FIELDS.items():
             if field.group != group:
                 continue
-            about = cell(field.doc)
-            if name in UNSUPPORTED:
-                about += f" *Later: {UNSUPPORTED[name].reason}.*"
-            parts.append(f"| {code(name)} | {code(field.type)} | {code(repr(field.default))} | {about} |\n")
+            default, about = code(repr(field.default)), cell(field.doc)
+            parts.append(f"| {code(name)} | {code(field.type)} | {default} | {about} |\n")
         parts.append("\n</div>\n")
     return "".join(parts)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
 from descant.core.context import Context, PromptInfo
-from descant.decoding.processors.pipeline import (
+from descant.decoding.pipeline import (
     CUSTOM,
     LOGITS_PROCESSORS,
     LOGITS_WARPERS,

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+# Bases that no user names: they hold what several public classes have in common.
+SHARED_CODE: Final = frozenset({"FilteringWarper", "RestoredAtExit", "StrategyDefaults"})
+
 FACE: Final = ROOT / "tests" / "assets" / "public_face.txt"
 MODULES: Final = ("descant", "descant.jobs", "descant.parts", "descant.testing")
 # Addresses of objects, and the modules of classes.
@@ -33,13 +36,21 @@ def lines() -> Iterator[str]:
 def describe(name: str, value: Any) -> Iterator[str]:
     """The lines of a name."""
     if inspect.isclass(value):
-        bases = ", ".join(base.__name__ for base in value.__bases__ if base is not object)
-        yield f"class {name}({bases})"
+        yield f"class {name}({', '.join(public_bases(value))})"
         yield from (f"    {line}" for line in members(value))
     elif callable(value):
         yield f"{name}{signature(value)}"
     else:
         yield f"{name}: {type(value).__name__}"
+
+
+def public_bases(kind: type) -> Iterator[str]:
+    """The names of a class's bases; a base that only shares code inside Descant is read as its own bases."""
+    for base in kind.__bases__:
+        if base.__name__ in SHARED_CODE:
+            yield from public_bases(base)
+        elif base is not object:
+            yield base.__name__
 
 
 def members(kind: type) -> Iterator[str]:

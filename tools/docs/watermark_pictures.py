@@ -17,10 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from descant.config.watermarking_config import BaseWatermarkingConfig, as_watermarking_config
 from descant.decoding.watermark.detection import Detection, Detector
-from descant.decoding.watermark.explain import format_number, format_p_value
-from descant.decoding.watermark.schemes import BaseWatermarkingConfig, as_watermarking_config
-from descant.decoding.watermark.spans import TextSpan, split_spans, to_printable
+from descant.decoding.watermark.report import (
+    TextSpan,
+    format_number,
+    format_p_value,
+    split_spans,
+    to_printable,
+)
 
 TEXTS = Path(__file__).with_suffix(".json")
 MODEL = "models/smollm2"

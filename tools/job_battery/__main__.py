@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from descant.models.loading import load
+from descant.models.loading.loading import load
 from tools.job_battery.forked_runs import ForkedRuns
 from tools.job_battery.ray_environment import ray_environment
 from tools.job_battery.rows import battery_job, rows_once

@@ -31,7 +31,7 @@ def install(module: ModuleType, token: str) -> None:
     """Watch the commits of `descant.core.atomic_file` in this process."""
     publish = module._publish
 
-    def watched(pending: Any, target: str, exclusive: bool) -> None:
+    def watched(pending: Any, target: str, exclusive: bool = False) -> None:
         moment = _take(token) if os.path.basename(target).startswith("shard-") else None
         if moment == "before":
             os.kill(os.getpid(), signal.SIGKILL)

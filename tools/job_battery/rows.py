@@ -7,7 +7,7 @@ from pathlib import Path
 
 from descant import GenerationConfig
 from descant.jobs import Job
-from descant.jobs.shard_folder import SHARD_DIGESTS
+from descant.jobs.shards import SHARD_DIGESTS
 from tools.battery.subject import model_folder
 
 __all__ = ["are_expected", "battery_job", "files_of", "rows_once"]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from descant.jobs import Job
-from descant.jobs.job_messages import encode_job
+from descant.jobs.description import encode_job
 from tools.job_battery import commit_fault
 from tools.job_battery.ray_environment import ray_environment
 from tools.job_battery.rows import are_expected, files_of
@@ -27,7 +27,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _PROGRAM = """
 import json, sys
 from descant.jobs import Job
-from descant.jobs.job_messages import job_values
+from descant.jobs.description import job_values
 Job(**job_values(json.loads(sys.argv[1]))).run(ray=sys.argv[2] or None)
 """
 
@@ -133,10 +133,10 @@ def _children(pid: int) -> Sequence[int]:
 
 
 def _ray_workers() -> Sequence[int]:
-    """The actors of Ray Data on this machine."""
+    """The actors of jobs on this machine."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(b"ray::") and b"MapWorker" in path.read_bytes():
+            if path.read_bytes().startswith(b"ray::") and b"JobActor" in path.read_bytes():
                 found.append(int(path.parent.name))
     return found

@@ -14,8 +14,7 @@ import numpy as np
 
 from descant.engine.scheduling.ageing_scheduler import AgeingScheduler
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.plan import ParkedRequest, RequestUsage, StepPlan, StepReport
-from descant.engine.scheduling.scheduled_request import ScheduledRequest
+from descant.engine.scheduling.plan import ParkedRequest, RequestUsage, ScheduledRequest, StepPlan, StepReport
 from descant.errors import EngineFull, InputError
 from tools.simulate.cost_model import CostModel
 from tools.simulate.lengths import Workload

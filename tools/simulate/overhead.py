@@ -7,8 +7,7 @@ import tracemalloc
 
 from descant.engine.scheduling.ageing_scheduler import AgeingScheduler
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.plan import RequestUsage, StepReport
-from descant.engine.scheduling.scheduled_request import ScheduledRequest
+from descant.engine.scheduling.plan import RequestUsage, ScheduledRequest, StepReport
 
 __all__ = ["bytes_per_waiting", "seconds_per_step"]
 

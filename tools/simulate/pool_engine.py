@@ -10,10 +10,16 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from descant.engine.scheduling.ageing_scheduler import AgeingScheduler
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.plan import ParkedRequest, RequestUsage, StepPlan, StepReport
-from descant.engine.scheduling.scheduled_request import PrefixHit, ScheduledRequest
-from descant.engine.scheduling.scheduler import Scheduler
+from descant.engine.scheduling.plan import (
+    ParkedRequest,
+    PrefixHit,
+    RequestUsage,
+    ScheduledRequest,
+    StepPlan,
+    StepReport,
+)
 
 __all__ = ["BrokenInvariant", "Job", "PoolEngine"]
 
@@ -62,7 +68,7 @@ class PoolEngine:
     config: SchedulerConfig
     chance: random.Random
     shares: bool = True  # whether the blocks of common prefixes are kept and shared
-    scheduler: Scheduler = field(init=False)
+    scheduler: AgeingScheduler = field(init=False)
     jobs: dict[int, Job] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)  # family -> leading blocks that the pool still has
     holders: dict[int, list[int]] = field(default_factory=dict)  # family -> holders of each such block
@@ -283,7 +289,7 @@ class PoolEngine:
             following = 0
             if job.state == "decoding":
                 following = max(self.blocks(job, job.drafts) - self.blocks(job), 0)
-            new = RequestUsage(own, following, shared, job.rows, job.rows * job.drafts)
+            new = RequestUsage(own, following, shared)
             if new != job.usage or self.chance.random() < 0.2:  # what has not changed need not be reported
                 usage[job.request.number] = job.usage = new
         both = sum(count > 1 for family in self.holders.values() for count in family)
@@ -406,9 +412,9 @@ class PoolEngine:
     def check_end(self) -> None:
         """Everything has ended, and nothing is left in the scheduler's books."""
         scheduler = self.scheduler
-        left = (scheduler.num_waiting, scheduler.num_running, scheduler.running_rows)
-        if left != (0, 0, 0) or self.live:
-            raise BrokenInvariant(f"waiting, running, rows are {left} at the end")
+        left = (scheduler.num_waiting, scheduler.num_running)
+        if left != (0, 0) or self.live:
+            raise BrokenInvariant(f"waiting and running are {left} at the end")
         plan = scheduler.schedule(float("inf"))
         scheduler.finish_step(StepReport())
         if plan != StepPlan() or scheduler.reserved_blocks:

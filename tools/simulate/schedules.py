@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from descant.engine.scheduling.ageing_scheduler import AgeingScheduler
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.scheduled_request import ScheduledRequest
+from descant.engine.scheduling.plan import ScheduledRequest
 from descant.errors import EngineFull, InputError
 from tools.simulate.pool_engine import BrokenInvariant, Job, PoolEngine
 

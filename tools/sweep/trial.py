@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import descant
-from descant.models.traits import traits_of
+from descant.models.forward.traits import traits_of
 from tools.sweep.catalogue import TEXT
 from tools.sweep.subject import Entry, Subject
 

@@ -1,1 +1,1 @@
-"""What a user calls: generate, stream, prefill, estimate, with their inputs, outputs and streamers."""
+"""The calls of a user: generate, stream, prefill, estimate, with their inputs, outputs and streamers."""

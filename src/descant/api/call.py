@@ -3,45 +3,142 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import accumulate
 from os import PathLike
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from descant.api.config_merge import merge_config
 from descant.api.inputs import RaggedPrompts, prepare_prompts
-from descant.api.per_prompt import adapter_names_of, negative_prompts
 from descant.api.user_cache import UserCache, return_cache
 from descant.config.fields import thaw
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
-from descant.config.generation_mode import GenerationMode
+from descant.config.registry import GenerationMode
 from descant.core.interfaces import RowCache
 from descant.core.records import Observation
-from descant.decoding.guidance.cfg import NEGATIVE_PROMPT_KEY
-from descant.engine.planner import pad_token_id
+from descant.decoding.guidance import NEGATIVE_PROMPT_KEY
+from descant.engine.planning.planner import pad_token_id
 from descant.engine.protocol import Engine, is_engine
+from descant.engine.request import CallPlace, Request
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.session import Finished, Request, Session
-from descant.errors import ConfigError, InputError, SessionBusy
-from descant.kv_cache.cached_row import CachedRow
-from descant.models.no_cache import NoCache
+from descant.engine.session import Finished, Session
+from descant.errors import ConfigError, InputError, NotInThisVersion, SessionBusy
+from descant.kv_cache.row_views import CachedRow
+from descant.models.compat.hf_generation_config import explicit_values
+from descant.models.forward.no_cache import NoCache
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
 from descant.tokenization.detokenizer import IncrementalDetokenizer
 from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.tracer import Tracer
 
-__all__ = [
-    "Call",
-    "CallOptions",
-    "as_tuple",
-    "engine_or_model",
-    "merge_configs",
-    "num_rows",
-    "pop_recipe",
-]
+# A config as plain data: each name with the type and the value of its entry. 1, 1.0 and True are equal, and
+# differ as values of a field.
+_Entries = tuple[tuple[str, Any, Any], ...]
+
+_PLAIN_TYPES: Final = frozenset({bool, int, float, str})
+
+
+def merge_config(
+    call: Mapping[str, Any],
+    argument: Any,
+    model_config: Any,
+    use_model_defaults: bool,
+    **options: bool,
+) -> GenerationConfig:
+    """The effective config of call arguments, a config given as argument and the model's; None: not given.
+
+    `options` are those of `GenerationConfig.merge`.
+    Calls often repeat all three: plain data that has been merged before is not parsed and checked again.
+    """
+    if argument is None and not isinstance(model_config, GenerationConfig):
+        call_entries = _plain_entries(call)
+        model_entries = () if model_config is None else _plain_entries(_config_values(model_config))
+        if call_entries is not None and model_entries is not None:
+            # A copy, since it may change.
+            return copy(_merge_plain(call_entries, model_entries, model_config is not None, **options))
+    explicit, defaults = _as_generation_config(argument), _as_generation_config(model_config)
+    if defaults is not None and explicit is not None and not use_model_defaults:
+        defaults = defaults.only_special_tokens()
+    return GenerationConfig.merge(call, explicit, defaults, **options)
+
+
+@lru_cache(maxsize=256)
+def _merge_plain(call: _Entries, model: _Entries, has_model: bool, **options: bool) -> GenerationConfig:
+    """The effective config of plain call arguments and a plain config of the model."""
+    defaults = GenerationConfig.from_transformers(_as_values(model)) if has_model else None
+    return GenerationConfig.merge(_as_values(call), None, defaults, **options)
+
+
+def _plain_entries(values: Mapping[str, Any]) -> _Entries | None:
+    """The values as plain data; None: they hold something else, which may change."""
+    entries: list[tuple[str, Any, Any]] = []
+    for name, value in values.items():
+        kind = type(value)
+        if value is None or kind in _PLAIN_TYPES:
+            entries.append((name, kind, value))
+        elif kind in (list, tuple) and all(type(part) in _PLAIN_TYPES for part in value):
+            entries.append((name, (kind, *map(type, value)), tuple(value)))
+        else:
+            return None
+    return tuple(entries)
+
+
+def _as_values(entries: _Entries) -> dict[str, Any]:
+    """The values of plain data."""
+    return {name: kind[0](value) if isinstance(kind, tuple) else value for name, kind, value in entries}
+
+
+def _config_values(config: Any) -> dict[str, Any]:
+    """The given values of transformers' config."""
+    _check_config_type(config)
+    # Not `to_dict`, which makes a deep copy at every call.
+    return {name: value for name, value in explicit_values(config).items() if value is not None}
+
+
+def _as_generation_config(given: Any) -> GenerationConfig | None:
+    """Our generation config, from ours or from transformers'."""
+    if given is None or isinstance(given, GenerationConfig):
+        return given
+    _check_config_type(given)
+    return GenerationConfig.from_transformers(explicit_values(given))
+
+
+def _check_config_type(config: Any) -> None:
+    """Raise for what is no config."""
+    if not hasattr(config, "to_dict"):
+        raise InputError("generation_config", "must be a GenerationConfig, or a list of them", config)
+
+
+def adapter_names_of(given: Any, num_prompts: int) -> list[str | None]:
+    """The adapter of each prompt."""
+    names = [given] * num_prompts if given is None or isinstance(given, str) else given
+    if not isinstance(names, list | tuple) or not all(
+        name is None or isinstance(name, str) for name in names
+    ):
+        raise InputError("adapter_names", "must be a name, or a list with a name for each prompt", given)
+    if len(names) != num_prompts:
+        raise InputError("adapter_names", f"must have a name for each of the {num_prompts} prompts", given)
+    return list(names)
+
+
+def negative_prompts(ids: Any, mask: Any) -> list[Tensor]:
+    """Negative prompts [B, L] as rows without padding."""
+    if ids is None:
+        must = f"has no use without `{NEGATIVE_PROMPT_KEY}`"
+        raise InputError("negative_prompt_attention_mask", must, mask, "leave it out")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or not ids.numel():
+        raise InputError(NEGATIVE_PROMPT_KEY, "must be [batch, length] of ids", ids)
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        raise InputError(
+            "negative_prompt_attention_mask", f"must have the shape of `{NEGATIVE_PROMPT_KEY}`", mask
+        )
+    return [row if mask is None else row[mask[index].bool()] for index, row in enumerate(ids)]
+
 
 # Fields of the call as a whole: they must be equal for all prompts.
 _SHARED_FIELDS = (
@@ -50,49 +147,75 @@ _SHARED_FIELDS = (
 )  # fmt: skip
 
 # Methods whose rows keep their place from the first step to the last.
-_FIXED_ROW_MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.DOLA_GENERATION}
+_FIXED_ROW_MODES: Final = {
+    GenerationMode.GREEDY_SEARCH,
+    GenerationMode.SAMPLE,
+    GenerationMode.DOLA_GENERATION,
+}
 
 
-@dataclass(frozen=True)
+_NO_SUFFIX: Final = HealedSuffix()
+
+# The arguments of a call that are neither config fields nor inputs of the model.
+_RECIPE_ARGUMENTS: Final = frozenset({"recipe", "custom_generate", "trust_remote_code"})
+_OPTIONS: Final = (
+    "inputs", "generation_config", "logits_processor", "stopping_criteria", "tokenizer", "assistant_model",
+    "assistant_tokenizer", "past_key_values", "adapter_names", "trace", "scheduler", "streamer", "progress",
+    "use_model_defaults",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """How to decode, with one config for all prompts or one for each."""
+    """The arguments of one call by name, and the configs that they make."""
 
-    configs: Sequence[GenerationConfig]  # merged
-    processors: Sequence[Any] = ()
-    criteria: Sequence[Any] = ()
+    configs: Sequence[GenerationConfig] = ()  # merged: one for all prompts, or one for each
+    inputs: Any = None
+    generation_config: Any = None
+    logits_processor: Any = None
+    stopping_criteria: Any = None
     tokenizer: Any = None
-    list_argument: str = "generation_config"  # the argument that is a list
     assistant_model: Any = None
     assistant_tokenizer: Any = None
-    past: Any = None  # the user's cache
-    recipe: Recipe | None = None  # a third-party strategy, drafter, wrapper or processor
-    tracer: Tracer | None = None  # records the run
-    # Whether it is a model's method: lengths include the padding, and an output object has the cache.
-    is_method: bool = False
+    past_key_values: Any = None  # the user's cache
     adapter_names: Any = None  # of PEFT: one for all prompts, or a list with one for each
+    recipe: Recipe | None = None
+    trace: Tracer | None = None  # records the run
     scheduler: SchedulerConfig | None = None  # the budgets of the call; None: all prompts run at once
+    streamer: Any = None
+    progress: bool = False  # whether a bar counts the finished prompts
+    use_model_defaults: bool = True  # whether the model's config completes a given one
+    # Whether it is a model's method: lengths include the padding, an output object has the cache, and some
+    # errors are warnings.
+    is_method: bool = False
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of the config
+    others: Mapping[str, Any] = field(default_factory=dict)  # inputs of the model, and its own arguments
 
     @classmethod
-    def from_call(
-        cls,
-        model: Any,
-        argument: Any,
-        fields: Mapping[str, Any],
-        *,
-        use_model_defaults: bool = True,
-        lenient: bool = False,
-        recipe: Recipe | None = None,
-        **options: Any,
-    ) -> CallOptions:
-        """The options of a call with the config `argument` and the config fields `fields`.
+    def parse(cls, arguments: Mapping[str, Any], *, is_method: bool = False) -> CallOptions:
+        """The options of a call with these arguments; None of an option is not given."""
+        recipe, others = None, dict(arguments)
+        if not _RECIPE_ARGUMENTS.isdisjoint(others):
+            recipe, others = _pop_recipe(others)
+        options = {name: value for name in _OPTIONS if (value := others.pop(name, None)) is not None}
+        if options.get("progress") not in (None, True, False):
+            raise InputError("progress", "must be True or False", options["progress"])
+        if "trace" in options:
+            options["trace"] = Tracer.from_argument(options["trace"], options.get("tokenizer"))
+        fields = {name: others.pop(name) for name in list(others) if name in FIELDS}
+        return cls(recipe=recipe, is_method=is_method, fields=fields, others=others, **options)
 
-        If `lenient`, values without effect that transformers 4.52.4 ignores are ignored.
-        """
-        list_argument = "generation_config" if isinstance(argument, list | tuple) else "seed"
-        has_strategy = recipe is not None and recipe.kind == "strategy"
-        checks = {"lenient": lenient, "has_strategy": has_strategy}
-        configs = merge_configs(model, argument, fields, use_model_defaults, **checks)
-        return cls(configs, list_argument=list_argument, recipe=recipe, **options)
+    def merged(self, model: Any, **fields: Any) -> CallOptions:
+        """The call with its configs on a model, where `fields` win over its own."""
+        configs = merge_configs(
+            model,
+            self.generation_config,
+            {**self.fields, **fields},
+            self.use_model_defaults is not False,
+            lenient=self.is_method,  # values that transformers 4.52.4 ignores are ignored
+            has_strategy=self.recipe is not None and self.recipe.kind == "strategy",
+        )
+        return replace(self, configs=configs)
 
     @property
     def config(self) -> GenerationConfig:
@@ -100,9 +223,31 @@ class CallOptions:
         return self.configs[0]
 
     @property
+    def processors(self) -> tuple[Any, ...]:
+        """The user's logits processors."""
+        return _as_tuple("logits_processor", self.logits_processor)
+
+    @property
+    def criteria(self) -> tuple[Any, ...]:
+        """The user's stopping criteria."""
+        return _as_tuple("stopping_criteria", self.stopping_criteria)
+
+    @property
     def forks(self) -> bool:
         """Whether a recipe says how many sequences a prompt has."""
         return self.recipe is not None and any(map(self.recipe.forks, self.configs))
+
+    def check_unused(
+        self, *names: str, must: str, error: type[ConfigError | InputError] = NotInThisVersion
+    ) -> None:
+        """Raise for an option of these names that is given and that this call cannot use."""
+        for name in names:
+            value = getattr(self, name)
+            is_empty = isinstance(value, list | tuple) and not value
+            if value is not getattr(CallOptions, name) and not is_empty:
+                shown = name in ("recipe", "use_model_defaults")
+                got = value if shown else True if name == "trace" else type(value).__name__
+                raise error(name, must, got, "leave it out")
 
 
 def merge_configs(
@@ -121,7 +266,10 @@ def merge_configs(
     arguments = list(argument) if isinstance(argument, list | tuple) else [argument]
     if not arguments:
         raise InputError("generation_config", "must hold a config for each prompt", argument)
-    calls = _split_by_seed(fields, len(arguments))
+    seed = fields.get("seed")
+    calls: list[Mapping[str, Any]] = [fields]
+    if seed is not None and not isinstance(seed, int):
+        calls = _split_by_seed(fields, len(arguments))
     arguments = arguments * len(calls) if len(arguments) == 1 else arguments
     calls = calls * len(arguments) if len(calls) == 1 else calls
     merged: dict[Any, GenerationConfig] = {}
@@ -133,7 +281,8 @@ def merge_configs(
             explicit = None if config is model_config else config
             merged[key] = merge_config(call, explicit, model_config, use_model_defaults, **checks)
         configs.append(merged[key])
-    _validate_shared_fields(configs)
+    if len(merged) > 1:
+        _validate_shared_fields(configs)
     return configs
 
 
@@ -165,7 +314,7 @@ class Call:
         observe: Callable[[Observation], None] | None = None,
     ) -> None:
         self.options = options
-        self.user_cache = None if options.past is None else UserCache(options.past)
+        self.user_cache = None if options.past_key_values is None else UserCache(options.past_key_values)
         self.session: Engine
         if is_engine(model):
             _check_engine(model, options)
@@ -177,58 +326,66 @@ class Call:
                 states=states,
                 observe=observe,
                 cache=cache,
-                trace=options.tracer,
+                trace=options.trace,
                 scheduler=options.scheduler,
             )
-        self.criteria = tuple(options.criteria)  # as they are called
+        self.prompts: RaggedPrompts  # as they are fed, from `admit` on
+        self.criteria = options.criteria  # as they are called
         self.request_ids: list[int] = []
+        self.returns_cache = False  # whether the cache of its sequences is written back or returned
         self.configs: list[GenerationConfig] = []
+        self.row_counts: list[int] = []  # rows of random noise of each prompt
         self.healed_suffixes: list[HealedSuffix] = []  # the tokens that healing removed from each prompt
 
-    def admit(self, inputs: Mapping[str, Any]) -> RaggedPrompts:
+    def admit(self, inputs: Mapping[str, Any]) -> None:
         """Admit the prompts given as model inputs."""
         options = self.options
+        config, session = options.config, self.session
         # Arguments of the call win over those in the config.
-        inputs = {**thaw(options.config.generation_kwargs), **inputs}
-        negative = negative_prompts(
-            inputs.pop(NEGATIVE_PROMPT_KEY, None), inputs.pop("negative_prompt_attention_mask", None)
-        )
-        prompts = prepare_prompts(inputs, options.config, self.session.traits, self.session.device)
-        if negative is not None:
+        inputs = {**thaw(config.generation_kwargs), **inputs} if config.generation_kwargs else dict(inputs)
+        negative_ids = inputs.pop(NEGATIVE_PROMPT_KEY, None)
+        negative_mask = inputs.pop("negative_prompt_attention_mask", None)
+        prompts = prepare_prompts(inputs, config, session.traits, session.device)
+        if negative_ids is not None or negative_mask is not None:
+            negative = negative_prompts(negative_ids, negative_mask)
             if len(negative) != len(prompts):
                 must = f"must have one row for each of the {len(prompts)} prompts"
                 raise InputError(NEGATIVE_PROMPT_KEY, must, len(negative))
             pairs = zip(prompts.inputs, negative, strict=True)
             prompts = replace(prompts, inputs=[{**given, NEGATIVE_PROMPT_KEY: ids} for given, ids in pairs])
-        self.configs = _apply_max_length_criteria(options.configs, options.criteria)
+        self.configs = list(options.configs)
+        if self.criteria:
+            self.configs = _apply_max_length_criteria(self.configs, options.criteria)
         if len(self.configs) == 1:
             self.configs *= len(prompts)
         if len(self.configs) != len(prompts):
             must = f"must be one for each of the {len(prompts)} prompts, or one for all"
-            raise InputError(options.list_argument, must, f"{len(self.configs)} of them")
+            name = "generation_config" if isinstance(options.generation_config, list | tuple) else "seed"
+            raise InputError(name, must, f"{len(self.configs)} of them")
         full_prompts = [prompts.prompt(index) for index in range(len(prompts))]
-        no_suffix = HealedSuffix()
-        self.healed_suffixes = [
-            HealedSuffix.from_prompt(options.tokenizer, ids.tolist())
-            if config.token_healing and options.tokenizer is not None
-            else no_suffix
-            for config, ids in zip(self.configs, full_prompts, strict=True)
-        ]
         no_rows: list[CachedRow | None] = [None] * len(prompts)
         cached_rows = no_rows if self.user_cache is None else self.user_cache.cached_rows(prompts)
-        prompts = prompts.drop_last_tokens(
-            [len(suffix) for suffix in self.healed_suffixes], pad_token_id(options.config)
-        )
-        requests = self._requests(prompts, full_prompts, cached_rows)
-        noise_rows = sum(num_rows(config) for config in self.configs)
-        self.request_ids = self.session.admit(*requests, noise_rows=noise_rows)
-        return prompts
+        self.prompts = prompts
+        self.healed_suffixes = [_NO_SUFFIX] * len(prompts)
+        if options.tokenizer is not None:
+            self.healed_suffixes = [
+                HealedSuffix.from_prompt(options.tokenizer, ids.tolist())
+                if config.token_healing
+                else _NO_SUFFIX
+                for config, ids in zip(self.configs, full_prompts, strict=True)
+            ]
+            healed_counts = list(map(len, self.healed_suffixes))
+            if any(healed_counts):
+                self.prompts = prompts.drop_last_tokens(healed_counts, pad_token_id(config))
+        self.row_counts = list(map(_num_rows, self.configs))
+        requests = self._requests(full_prompts, cached_rows)
+        self.request_ids = session.admit(*requests, noise_rows=sum(self.row_counts))
 
-    def detokenizer(self, prompts: RaggedPrompts, index: int) -> IncrementalDetokenizer:
+    def detokenizer(self, index: int) -> IncrementalDetokenizer:
         """The text of one sequence of a prompt, as its tokens come; the call has a tokenizer."""
         return IncrementalDetokenizer(
             self.options.tokenizer,
-            prompt_ids=prompts.prompt(index).tolist(),
+            prompt_ids=self.prompts.prompt(index).tolist(),
             stop_strings=self.configs[index].stop_strings or (),
             # The text that token healing regenerates is part of the prompt.
             skip=len(self.healed_suffixes[index].text.decode(errors="ignore")),
@@ -242,11 +399,13 @@ class Call:
                 self.session.cancel(request)
 
     def _requests(
-        self, prompts: RaggedPrompts, full_prompts: Sequence[Tensor], cached_rows: Sequence[CachedRow | None]
+        self, full_prompts: Sequence[Tensor], cached_rows: Sequence[CachedRow | None]
     ) -> list[Request]:
         """One request for each prompt."""
-        options = self.options
-        keep_cache = self._returns_cache(sum(config.num_return_sequences for config in self.configs))
+        options, prompts = self.options, self.prompts
+        self.returns_cache = keep_cache = self._must_return_cache(
+            sum([config.num_return_sequences for config in self.configs])
+        )
         scheduler = options.scheduler
         if keep_cache and self.session.traits.is_encoder_decoder:
             assert isinstance(self.session, Session)
@@ -258,9 +417,12 @@ class Call:
         # not all at the same step, so they have no noise rows of the call.
         is_strategy_recipe = options.recipe is not None and options.recipe.kind == "strategy"
         draws_alone = is_strategy_recipe or scheduler is not None
-        first_row, requests = 0, []
-        batch_size = self._num_fixed_rows()
-        adapter_names = adapter_names_of(options.adapter_names, len(self.configs))
+        first_row, requests, processors = 0, [], options.processors
+        has_own_code = processors or self.criteria or options.recipe is not None
+        batch_size = self._num_fixed_rows() if has_own_code else 0
+        adapter_names: list[str | None] = [None] * len(self.configs)
+        if options.adapter_names is not None:
+            adapter_names = adapter_names_of(options.adapter_names, len(self.configs))
         traits, past = self.session.traits, self.user_cache
         is_checked = traits.cache_type == "kv" and not traits.is_encoder_decoder  # admission refuses others
         if past is not None and is_checked and isinstance(self.session, Session):
@@ -271,7 +433,7 @@ class Call:
                     full_prompts[index],
                     config,
                     prompts.inputs[index],
-                    tuple(options.processors),
+                    processors,
                     self.criteria,
                     tokenizer=options.tokenizer,
                     assistant_model=options.assistant_model,
@@ -280,21 +442,23 @@ class Call:
                     recipe=options.recipe,
                     return_past_key_values=keep_cache,
                     adapter_name=adapter_names[index],
-                    prompt_index=index,
-                    padded_width=prompts.padded_ids.shape[1],
-                    counted_width=prompts.width if options.is_method else 0,
-                    batch_row=first_row,
-                    batch_size=batch_size,
-                    noise_row=-1 if draws_alone else first_row,
-                    config_merged=True,
-                    healed_suffix=self.healed_suffixes[index] if options.tokenizer is not None else None,
+                    _call=CallPlace(
+                        prompt_index=index,
+                        padded_width=prompts.padded_ids.shape[1],
+                        counted_width=prompts.width if options.is_method else 0,
+                        batch_row=first_row,
+                        batch_size=batch_size,
+                        noise_row=-1 if draws_alone else first_row,
+                        config_merged=True,
+                        healed_suffix=self.healed_suffixes[index] if options.tokenizer is not None else None,
+                    ),
                 )
             )
-            first_row += num_rows(config)
+            first_row += self.row_counts[index]
         return requests
 
     def _num_fixed_rows(self) -> int:
-        """How many rows user processors and criteria are shown in every step; 0: those that are running.
+        """The number of rows that user processors and criteria are shown in every step; 0: the running ones.
 
         Beams, candidates and drafts have no fixed rows, nor have prompts that wait for each other.
         """
@@ -303,9 +467,9 @@ class Call:
         configs = {id(config): config for config in self.configs}.values()  # most often one for all
         modes = {config.get_generation_mode(self.options.assistant_model) for config in configs}
         is_plain = modes <= _FIXED_ROW_MODES and not any(config.banned_phrases for config in configs)
-        return sum(map(num_rows, self.configs)) if is_plain else 0
+        return sum(self.row_counts) if is_plain else 0
 
-    def _returns_cache(self, num_sequences: int) -> bool:
+    def _must_return_cache(self, num_sequences: int) -> bool:
         """Whether the cache of the returned sequences is written back or returned."""
         config, traits = self.options.config, self.session.traits
         if self.user_cache is not None and self.user_cache.is_encoder_decoder != traits.is_encoder_decoder:
@@ -327,11 +491,14 @@ class Call:
         is_requested = config.return_dict_in_generate and config.use_cache and (is_explicit or is_implied)
         return is_requested and is_supported and not traits.needs_own_cache
 
-    def result_cache(self, events: Sequence[Finished], prompts: RaggedPrompts) -> Any:
+    def result_cache(self, events: Sequence[Finished]) -> Any:
         """The cache of the returned sequences: the user's if it is writable, else a new one."""
+        if not self.returns_cache:
+            return None
         cached_rows = [row for event in events for row in event.past_key_values]
         if not cached_rows:
             return None
+        prompts = self.prompts
         prompt_of = [index for index, event in enumerate(events) for _ in event.hypotheses]
         hypotheses = [hypothesis for event in events for hypothesis in event.hypotheses]
         tokens = [
@@ -351,17 +518,14 @@ class Call:
             cross = self.session.model.encoder.cross_attention(rows)
         return return_cache(self.user_cache, cached_rows, tokens, columns, cross)
 
-    def first_output_rows(self, count: Callable[[GenerationConfig], int]) -> dict[int, int]:
-        """The first output row of each request, where a request has `count(config)` rows."""
-        next_row, first_rows = 0, {}
-        for request, config in zip(self.request_ids, self.configs, strict=True):
-            first_rows[request] = next_row
-            next_row += count(config)
-        return first_rows
+    def first_rows(self, counts: Sequence[int]) -> dict[int, int]:
+        """The first output row of each request, where each has so many rows."""
+        starts = accumulate(counts, initial=0)
+        return dict(zip(self.request_ids, starts, strict=False))
 
 
 def engine_or_model(model: Any, engine: Any) -> Any:
-    """What runs a call: the engine where one is given, else the model."""
+    """The engine of a call where one is given, else its model."""
     if engine is None:
         if model is None or isinstance(model, str | PathLike):
             do = "load it first, for instance with transformers.AutoModelForCausalLM.from_pretrained"
@@ -380,8 +544,8 @@ def _check_engine(engine: Engine, options: CallOptions) -> None:
     if len(engine):
         must = f"`engine` must be idle at the start of a call, and has {len(engine)} requests"
         raise SessionBusy(f"{must}: end or close the stream that uses it, or share it by an AsyncEngine")
-    parts = {"past_key_values": options.past, "trace": options.tracer, "scheduler": options.scheduler}
-    for name, value in parts.items():
+    for name in ("past_key_values", "trace", "scheduler"):
+        value = getattr(options, name)
         if value is not None:
             do = "leave one of them out"
             raise InputError(name, "must be None with `engine`", type(value).__name__, do)
@@ -419,9 +583,8 @@ def _apply_max_length_criteria(
     return [replaced[id(config)] for config in configs]
 
 
-def pop_recipe(kwargs: dict[str, Any]) -> tuple[Recipe | None, dict[str, Any]]:
+def _pop_recipe(others: dict[str, Any]) -> tuple[Recipe | None, dict[str, Any]]:
     """The recipe in the keyword arguments of a call, bound to its own arguments, and all other arguments."""
-    others = dict(kwargs)
     trust = others.pop("trust_remote_code", None)
     aliases = {name: others.pop(name, None) for name in ("recipe", "custom_generate")}
     given = {name: value for name, value in aliases.items() if value is not None}
@@ -437,7 +600,7 @@ def pop_recipe(kwargs: dict[str, Any]) -> tuple[Recipe | None, dict[str, Any]]:
     return recipe.split_arguments(others) if recipe.kind != "generate" else (recipe, others)
 
 
-def as_tuple(name: str, given: Any) -> tuple[Any, ...]:
+def _as_tuple(name: str, given: Any) -> tuple[Any, ...]:
     """One callable or a list of them as a tuple."""
     if given is None:
         return ()
@@ -448,15 +611,13 @@ def as_tuple(name: str, given: Any) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def num_rows(config: GenerationConfig) -> int:
-    """How many rows of random noise a request uses; all beams of a request share one."""
+def _num_rows(config: GenerationConfig) -> int:
+    """The rows of random noise of a request; all beams of a request share one."""
     return config.num_return_sequences if config.num_beams == 1 else 1
 
 
 def _validate_shared_fields(configs: Sequence[GenerationConfig]) -> None:
     """Raise for configs of one call that differ in a shared field."""
-    if all(config is configs[0] for config in configs):
-        return
     for name in _SHARED_FIELDS:
         values = [getattr(config, name) for config in configs]
         different = next((value for value in values if value != values[0]), values[0])

@@ -10,17 +10,14 @@ from typing import Any
 from descant.api.call import merge_configs
 from descant.config.generation_config import GenerationConfig
 from descant.core.context import PromptInfo
-from descant.engine.cache_factory import CacheRequest, cache_name, missing_requirement
-from descant.engine.cache_sizing import CacheCost, cache_costs
-from descant.engine.drafter_factory import DraftInputs
-from descant.engine.memory_check import workload_of
-from descant.engine.planner import DecodingPlan, as_model, choose_cache, drafter_spec, make_plan
+from descant.engine.memory_check import CacheCost, cache_costs, workload_of
+from descant.engine.planning.cache_factory import CacheRequest, cache_name, missing_requirement
+from descant.engine.planning.drafter_factory import DraftInputs, drafter_spec
+from descant.engine.planning.planner import DecodingPlan, as_model, choose_cache, make_plan
 from descant.errors import InputError, MissingExtra, UnsupportedModel, format_bytes
-from descant.kv_cache.paged import PagedStore
-from descant.kv_cache.recurrent_state import RecurrentStateCache
+from descant.kv_cache.stores.paged import PagedStore
+from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
 from descant.models.kv_shape import kv_shape_of
-
-__all__ = ["Estimate", "estimate"]
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,9 @@ def estimate(
     token. The cache of a draft model is not counted.
     """
     sizes: dict[str, Any] = {"prompt_length": prompt_length, "batch": batch}
-    for name, number in sizes.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise InputError(name, "must be an integer >= 1", number)
+    for name, count in sizes.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise InputError(name, "must be an integer >= 1", count)
     target = as_model(model)
     if target.traits.needs_own_cache or target.network is None:
         raise UnsupportedModel("`estimate` takes one model of transformers: estimate each model by itself")
@@ -85,7 +82,7 @@ def estimate(
     traits = target.traits
     plan = make_plan(merged, traits, drafter_spec(merged, target, DraftInputs()))
     length = 1 if traits.is_encoder_decoder else prompt_length
-    limit = plan.row_params(PromptInfo(length), traits)["max_length"]
+    limit = plan.prompt_params(PromptInfo(length), traits).max_length
     workload = workload_of([plan], [length], [limit])._replace(num_prompts=batch)
     workload = workload._replace(encoder_length=prompt_length if traits.is_encoder_decoder else 0)
     costs = cache_costs(target, merged, workload, kv_shape_of(target.model))

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from descant.api.chat_prompt import encode_prompt
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.config.name_suggestions import suggest_name
+from descant.config.registry import suggest_name
 from descant.core.interfaces import ModelTraits
 from descant.errors import ConfigError, InputError
-from descant.models.multimodal import split_by_prompt
-
-__all__ = ["RaggedPrompts", "bind_inputs", "prepare_prompts"]
+from descant.models.forward.inputs import split_by_prompt
 
 # Passed by transformers' generate() when it calls ours, or meaningless to a loop with its own cache.
 _IGNORED_INPUTS = frozenset({"use_cache", "position_ids", "logits_to_keep", "cache_position", "return_dict"})
@@ -58,8 +57,6 @@ class RaggedPrompts:
 
     def drop_last_tokens(self, counts: Sequence[int], pad: int) -> RaggedPrompts:
         """The prompts without the last `counts[i]` tokens of prompt i, padded on the left."""
-        if not any(counts):
-            return self
         lengths = self.lengths - torch.tensor(counts)
         padded = self.tokens.new_full((len(self), int(lengths.max())), pad)
         width = padded.shape[1]
@@ -95,7 +92,9 @@ def prepare_prompts(
     """The prompts in the model inputs of a call."""
     ignored = _IGNORED_INPUTS | traits.unused_inputs
     given = {name: value for name, value in given.items() if value is not None and name not in ignored}
-    given = _drop_unused_token_types(given, traits)
+    types = given.get("token_type_ids")
+    if isinstance(types, Tensor) and "token_type_ids" not in traits.input_names and not bool(types.any()):
+        del given["token_type_ids"]  # tokenizers give zeros to models that take none
     known = {*_TEXT_INPUTS, *traits.input_names}
     if traits.is_encoder_decoder:
         known |= set(_DECODER_INPUTS)
@@ -114,14 +113,6 @@ def prepare_prompts(
             raise InputError(name, "must be a tensor", value)
     build = _prepare_encoder_decoder if traits.is_encoder_decoder else _prepare_decoder_only
     return build(given, config, traits, device)
-
-
-def _drop_unused_token_types(given: dict[str, Any], traits: ModelTraits) -> dict[str, Any]:
-    """The inputs without `token_type_ids` that are all 0 and that the model does not take."""
-    types = given.get("token_type_ids")
-    if isinstance(types, Tensor) and "token_type_ids" not in traits.input_names and not bool(types.any()):
-        return {name: value for name, value in given.items() if name != "token_type_ids"}
-    return given
 
 
 def _num_prompts(given: Mapping[str, Any], traits: ModelTraits) -> int:
@@ -149,7 +140,10 @@ def _prepare_decoder_only(
         return _prepare_embeddings(ids, embeds, given.get("attention_mask"), traits)
     ids = _validate_ids("input_ids", ids, traits.num_prompt_ids)
     mask = _infer_mask(given.get("attention_mask"), ids, config)
-    return _pack_left(ids, ids, mask, split_by_prompt(media, ids, mask, traits.placeholder_tokens, len(ids)))
+    inputs: list[dict[str, Any]] = [{} for _ in ids]
+    if media:
+        inputs = split_by_prompt(media, ids, mask, traits.placeholder_tokens, len(ids))
+    return _pack_left(ids, ids, mask, inputs)
 
 
 def _prepare_embeddings(
@@ -378,3 +372,53 @@ def _pack_left(padded: Tensor, ids: Tensor, mask: Tensor, inputs: list[dict[str,
         return RaggedPrompts(padded, lengths, ids, inputs)
     order = (~mask).long().sort(dim=1, stable=True).indices
     return RaggedPrompts(padded, lengths, ids.gather(1, order)[:, : int(lengths.max())], inputs, mask=mask)
+
+
+def is_text(inputs: Any) -> bool:
+    """Whether prompts are a text, messages, or a list of texts or of lists of messages."""
+    return isinstance(inputs, str) or (isinstance(inputs, list | tuple) and len(inputs) > 0)
+
+
+def encode_texts(name: str, inputs: Any, tokenizer: Any) -> dict[str, Tensor]:
+    """The texts or messages of argument `name` as ids and mask [B, L], padded on the right."""
+    prompts = [inputs] if isinstance(inputs, str) or _is_conversation(inputs) else list(inputs)
+    for prompt in prompts:
+        if not isinstance(prompt, str) and not _is_conversation(prompt):
+            must = "must hold only texts, or only lists of messages, when it is a list"
+            raise InputError(name, must, prompt, "pass token ids as a tensor")
+        if tokenizer is None:
+            do = "pass the model's tokenizer"
+            raise InputError("tokenizer", f"must be given when `{name}` is text", None, do)
+        if not isinstance(prompt, str) and not getattr(tokenizer, "chat_template", None):
+            must = "must have a chat template when prompts are messages"
+            raise InputError("tokenizer", must, type(tokenizer).__name__, "pass texts")
+    rows = [_encode(name, prompt, tokenizer) for prompt in prompts]
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)], mask[index, : len(row)] = row, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def bind_prompts(model: Any, inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+    """The model's inputs, with `inputs` encoded or under the name that the model uses."""
+    if not is_text(inputs):
+        return bind_inputs(model, inputs, others)
+    encoded = encode_texts("inputs", inputs, tokenizer)
+    for name in encoded:
+        if others.get(name) is not None:
+            raise InputError(name, "must not be given with texts as `inputs`", others[name])
+    return {**others, **encoded}
+
+
+def _is_conversation(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _encode(name: str, prompt: str | Sequence[Any], tokenizer: Any) -> Tensor:
+    """The token ids of one prompt [L]."""
+    if isinstance(prompt, str) and not len(tokenizer(prompt)["input_ids"]):
+        raise InputError(name, "must hold texts of at least one token", prompt)
+    ids: Tensor = encode_prompt(tokenizer, prompt)["input_ids"][0]
+    return ids

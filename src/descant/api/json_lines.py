@@ -1,4 +1,4 @@
-"""Lines of JSON: one object in each."""
+"""Lines of JSON, one object in each, and fields of JSON or text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from descant.errors import InputError
-
-__all__ = ["format_line", "parse_line"]
 
 
 def parse_line(line: bytes) -> Mapping[str, Any]:
@@ -21,6 +19,14 @@ def parse_line(line: bytes) -> Mapping[str, Any]:
     if not isinstance(data, dict):
         raise InputError("input", "must hold a JSON object in each line", text)
     return data
+
+
+def parse_text(text: str) -> Any:
+    """The JSON value of a field that is written as text, as in CSV; text that is no JSON is itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def format_line(record: Mapping[str, Any]) -> str:

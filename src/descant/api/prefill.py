@@ -15,23 +15,20 @@ from safetensors.torch import save
 from torch import Tensor
 
 from descant.api.call import merge_configs
-from descant.api.inputs import RaggedPrompts, prepare_prompts
-from descant.api.text_inputs import encode_texts
+from descant.api.inputs import RaggedPrompts, encode_texts, prepare_prompts
 from descant.core.atomic_file import write_bytes
 from descant.core.interfaces import KVCache, KVSpan
 from descant.core.rows import Rows
-from descant.engine.planner import as_model
-from descant.engine.prefix_reuse import prefill_chunk
+from descant.engine.tables.prefix_reuse import prefill_chunk
 from descant.errors import InputError, UnsupportedModel, format_value
-from descant.kv_cache.cached_row import is_lossless, read_layers
-from descant.kv_cache.dense import DenseStore
 from descant.kv_cache.model_state import changes_so_far
-from descant.kv_cache.paged import PagedStore
-from descant.models.fingerprint import check_fingerprint, fingerprint
-from descant.models.hf_caches.base import Cache
-from descant.models.wrapped_model import unwrap_model
-
-__all__ = ["PromptCache", "load_cache", "prefill"]
+from descant.kv_cache.row_views import is_lossless, read_layers
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
+from descant.models.compat.hf_caches.base import Cache
+from descant.models.model_adapter import as_model
+from descant.models.wrapping.fingerprint import check_fingerprint, fingerprint
+from descant.models.wrapping.wrapped_model import unwrap_model
 
 _FORMAT: Final = "descant cache 1"
 _LARGEST_BLOCK: Final = 4096  # slots; limit for a block longer than the cached tokens

@@ -1,4 +1,4 @@
-"""What decides the results of a run, as data to digest: the model, the tokenizer, the settings, the recipe.
+"""The facts that decide the results of a run, as data to digest: model, tokenizer, settings, recipe.
 
 A watermark key is represented by its fingerprint, which does not identify it.
 """
@@ -11,13 +11,11 @@ from typing import Any, Final
 
 from descant.config.generation_config import GenerationConfig
 from descant.config.grammar_spec import GrammarSpec
-from descant.decoding.watermark.schemes import as_watermarking_config
-from descant.decoding.watermark.schemes.keys import fingerprint as key_fingerprint
+from descant.config.watermarking_config import as_watermarking_config
+from descant.decoding.watermark.keys import fingerprint as key_fingerprint
 from descant.errors import DescantError
-from descant.models.fingerprint import fingerprint as model_fingerprint
+from descant.models.wrapping.fingerprint import fingerprint as model_fingerprint
 from descant.recipes.recipe import Recipe
-
-__all__ = ["GRAMMAR", "WATERMARK", "plain_grammar", "plain_watermark", "run_settings"]
 
 WATERMARK: Final = "watermarking_config"
 GRAMMAR: Final = "grammar"
@@ -50,7 +48,7 @@ def _plain_value(value: Any) -> Any:
         return model_fingerprint(value)
     if isinstance(value, Mapping):
         plain = {WATERMARK: plain_watermark, GRAMMAR: plain_grammar}
-        return {str(name): plain.get(name, _plain_value)(one) for name, one in value.items()}
+        return {str(name): plain.get(name, _plain_value)(item) for name, item in value.items()}
     return value if isinstance(value, str | int | float | None) else repr(value)
 
 

@@ -13,23 +13,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from descant.api.call import Call, CallOptions, as_tuple, engine_or_model, pop_recipe
-from descant.api.inputs import bind_inputs
-from descant.api.text_inputs import is_text, with_texts
-from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
+from descant.api.call import Call, CallOptions, engine_or_model
+from descant.api.inputs import bind_prompts
+from descant.config.generation_config import STEP_OUTPUT_FIELDS, GenerationConfig
 from descant.core.interfaces import RankGroup
 from descant.core.records import Hypothesis
 from descant.engine.protocol import Engine, is_engine
 from descant.engine.session import Event, Failed, Finished, Tokens
-from descant.errors import ConfigError, DescantError, RankError, UnsupportedModel
-from descant.models.rank_group import all_ranks_or_none
-from descant.models.whisper import is_whisper
-from descant.models.wrapped_model import unwrap_model
+from descant.errors import ConfigError, DescantError, InputError, RankError, UnsupportedModel
+from descant.models.audio.whisper import is_whisper
+from descant.models.distributed import all_ranks_or_none
+from descant.models.wrapping.wrapped_model import unwrap_model
 from descant.tokenization.detokenizer import IncrementalDetokenizer
 from descant.trace.trace import Trace
-from descant.trace.tracer import Tracer
-
-__all__ = ["Stream", "StreamEvent", "stream"]
 
 # Fields of the output object, which a stream does not return.
 _RECORD_FIELDS = ("return_dict_in_generate", *STEP_OUTPUT_FIELDS)
@@ -80,35 +76,23 @@ def stream(
         raise UnsupportedModel(
             f"`stream` does not support {name}: use descant.generate, with a streamer for short audio"
         )
-    recipe, kwargs = pop_recipe(kwargs)
     model = engine_or_model(model, kwargs.pop("engine", None))
-    assistant = {name: kwargs.pop(name, None) for name in ("assistant_model", "assistant_tokenizer")}
-    past, adapter_names = kwargs.pop("past_key_values", None), kwargs.pop("adapter_names", None)
-    use_model_defaults = kwargs.pop("use_model_defaults", None) is not False
-    scheduler = kwargs.pop("scheduler", None)
-    tracer = Tracer.from_argument(kwargs.pop("trace", None), tokenizer)
+    given = {
+        "tokenizer": tokenizer,
+        "generation_config": generation_config,
+        "logits_processor": logits_processor,
+        "stopping_criteria": stopping_criteria,
+    }
+    options = CallOptions.parse({**kwargs, **given})
+    options.check_unused("streamer", "progress", must="has no use in a stream", error=InputError)
     with all_ranks_or_none(model):
-        fields = {name: kwargs.pop(name) for name in list(kwargs) if name in FIELDS}
-        _validate_no_record_fields(fields, generation_config)
+        _validate_no_record_fields(options.fields, generation_config)
         configs = generation_config if isinstance(generation_config, list | tuple) else (generation_config,)
         if not is_engine(model) and all(getattr(config, "logprobs", None) is None for config in configs):
-            fields = {"logprobs": 0, **fields}
-        options = CallOptions.from_call(
-            model,
-            generation_config,
-            fields,
-            processors=as_tuple("logits_processor", logits_processor),
-            criteria=as_tuple("stopping_criteria", stopping_criteria),
-            tokenizer=tokenizer,
-            past=past,
-            adapter_names=adapter_names,
-            recipe=recipe,
-            tracer=tracer,
-            scheduler=scheduler,
-            use_model_defaults=use_model_defaults,
-            **assistant,
-        )
-        return Stream(model, options, inputs, kwargs)
+            options = options.merged(model, **{"logprobs": 0, **options.fields})
+        else:
+            options = options.merged(model)
+        return Stream(model, options, inputs, options.others)
 
 
 class Stream:
@@ -124,12 +108,10 @@ class Stream:
         self._lock = threading.Lock()
         self._rank_group: RankGroup | None = self.session.rank_group
         with torch.no_grad():
-            self._prompts = call.admit(_model_inputs(model, inputs, options.tokenizer, others))
+            call.admit(bind_prompts(model, inputs, options.tokenizer, others))
         has_tokenizer = options.tokenizer is not None
         self._prompt_streams = {
-            request: _PromptStream(
-                index, config, partial(call.detokenizer, self._prompts, index) if has_tokenizer else None
-            )
+            request: _PromptStream(index, config, partial(call.detokenizer, index) if has_tokenizer else None)
             for index, (request, config) in enumerate(zip(call.request_ids, call.configs, strict=True))
         }
 
@@ -204,7 +186,7 @@ class Stream:
         """Write the returned sequences into the user's cache, if no request has failed."""
         if all(request in self._results for request in self._call.request_ids):
             results = [self._results[request] for request in self._call.request_ids]
-            self._call.result_cache(results, self._prompts)
+            self._call.result_cache(results)
 
     def _cancel_all(self) -> None:
         """Cancel all running requests."""
@@ -366,14 +348,6 @@ class _PromptStream:
         detokenizer = self.detokenizers[slot]
         text = detokenizer.put(ids)
         return text + detokenizer.end() if last else text
-
-
-# ------------------------------------------------------------------------ arguments
-def _model_inputs(model: Any, inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's inputs, with `inputs` encoded or under the name that the model uses."""
-    if is_text(inputs):
-        return with_texts(inputs, tokenizer, others)
-    return bind_inputs(model, inputs, others)
 
 
 def _validate_no_record_fields(fields: Mapping[str, Any], argument: Any) -> None:

@@ -1,17 +1,19 @@
-"""What generate() returns for prompts given as text: the texts, with their tokens."""
+"""The result of generate() for prompts given as text: the texts, with their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, overload
 
-from descant.api.call import Call
-from descant.api.inputs import RaggedPrompts
-from descant.core.records import Hypothesis
-from descant.models.model_output import GenerateOutput
+import torch
 
-__all__ = ["Completion", "TextOutput", "text_output"]
+from descant.api.generate_call import GenerateCall
+from descant.core.records import Hypothesis, Logprobs
+from descant.engine.request import Request
+from descant.models.model_output import GenerateOutput
+from descant.tokenization.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,57 @@ class TextOutput(Sequence[Completion]):
         return self.output._repr_html_()
 
 
-def text_output(
-    call: Call, prompts: RaggedPrompts, results: Sequence[Sequence[Hypothesis]], output: Any
-) -> TextOutput:
-    """The output of a call with texts: `results` has the sequences of each prompt."""
+def text_output(call: GenerateCall, output: Any) -> TextOutput:
+    """The output of a call with texts, after its run."""
     completions = []
-    for row, group in enumerate(results):
+    for row, group in enumerate(call.results):
         for index, hypothesis in enumerate(group):
-            ids, detokenizer = tuple(hypothesis.tokens.tolist()), call.detokenizer(prompts, row)
+            ids, detokenizer = tuple(hypothesis.tokens.tolist()), call.detokenizer(row)
             text = detokenizer.put(ids) + detokenizer.end()
             completions.append(Completion(row, index, text, ids, hypothesis.reason, hypothesis))
     return TextOutput(completions, output)
+
+
+def completion_record(tokenizer: Any, request: Request, hypothesis: Hypothesis) -> dict[str, Any]:
+    """One returned sequence as JSON values."""
+    ids = hypothesis.tokens.tolist()
+    completion: dict[str, Any] = {
+        "text": completion_text(tokenizer, request, ids),
+        "tokens": len(ids),
+        "finish_reason": hypothesis.reason,
+    }
+    if hypothesis.score is not None:
+        completion["score"] = float(hypothesis.score)
+    if hypothesis.logprobs is not None:
+        completion["logprobs"] = _logprobs(tokenizer, ids, hypothesis.logprobs)
+    return completion
+
+
+def completion_text(tokenizer: Any, request: Request, ids: list[int]) -> str:
+    """The text that a sequence adds to its prompt, as a stream would give it."""
+    stream = IncrementalDetokenizer(
+        tokenizer,
+        prompt_ids=torch.as_tensor(request.prompt).tolist(),
+        stop_strings=request.generation_config.stop_strings or (),
+        skip_special_tokens=True,
+    )
+    return stream.put(ids) + stream.end()
+
+
+def _logprobs(tokenizer: Any, ids: list[int], logprobs: Logprobs) -> list[dict[str, Any]]:
+    """For each token its log-probabilities before and after the processors, and the likeliest tokens."""
+    tables = (logprobs.raw, logprobs.processed, logprobs.top, logprobs.top_raw, logprobs.top_processed)
+    lines = zip(ids, *(table.tolist() for table in tables), strict=True)
+    return [
+        {
+            **_logprob(tokenizer, token, raw, processed),
+            "top": [_logprob(tokenizer, *alternative) for alternative in zip(*best, strict=True)],
+        }
+        for token, raw, processed, *best in lines
+    ]
+
+
+def _logprob(tokenizer: Any, token: int, raw: float, processed: float) -> dict[str, Any]:
+    # JSON has no infinity: a masked token has no log-probability.
+    left = processed if isfinite(processed) else None
+    return {"id": token, "token": tokenizer.decode([token]), "raw": raw, "processed": left}

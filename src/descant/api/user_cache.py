@@ -11,21 +11,14 @@ from torch import Tensor
 from descant.api.inputs import RaggedPrompts
 from descant.core.interfaces import KVCache, KVSpan
 from descant.errors import InputError
-from descant.kv_cache.cached_row import CachedRow, gather_rows, is_lossless, read_layers
-from descant.kv_cache.recurrent_state import RecurrentStateCache
-from descant.models.fingerprint import check_prompt_cache
-from descant.models.hf_caches.exports import (
-    Cache,
-    DynamicCache,
-    EncoderDecoderCache,
-    PagedCache,
-    RecurrentCache,
-    to_descant_cache,
-)
-from descant.models.hf_caches.layers import KVPair
-
-__all__ = ["UserCache", "return_cache"]
-
+from descant.kv_cache.row_views import CachedRow, gather_rows, is_lossless, read_layers
+from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
+from descant.models.compat.hf_caches.base import Cache
+from descant.models.compat.hf_caches.convert import EncoderDecoderCache, to_descant_cache
+from descant.models.compat.hf_caches.dynamic import DynamicCache, PagedCache
+from descant.models.compat.hf_caches.recurrent import RecurrentCache
+from descant.models.forward.cache_layers import KVPair
+from descant.models.wrapping.fingerprint import check_prompt_cache
 
 _ARGUMENT = "past_key_values"
 
@@ -83,13 +76,9 @@ class UserCache:
             store = (
                 _remove_padding(store, prompts.mask)
                 if is_lossless(store)
-                else self._store_without_padding(prompts.mask)
+                else cast(KVCache, to_descant_cache(self._given, prompts.mask).commit_store())
             )
         return [CachedRow(store, row) for row in row_of_prompt]
-
-    def _store_without_padding(self, mask: Tensor) -> KVCache:
-        """The rows without left padding, for a store that cannot be read position by position."""
-        return cast(KVCache, to_descant_cache(self._given, mask).commit_store())
 
     def _validate_fillable(self, prompts: RaggedPrompts) -> None:
         """Raise for a cache of transformers that cannot be written back."""
@@ -127,7 +116,7 @@ class UserCache:
         else:
             pairs = {
                 layer: _scatter_columns(pair, columns)
-                for layer, pair in read_layers(store, _all_rows(store)).items()
+                for layer, pair in read_layers(store, torch.arange(len(store))).items()
             }
             _fill(getattr(given, "self_attention_cache", given), pairs)
             if cross:
@@ -178,10 +167,6 @@ def _wrap_store(store: Any) -> Any:
             cache.set_store(store)
             return cache
     return Cache(store)
-
-
-def _all_rows(store: KVCache) -> Tensor:
-    return torch.arange(len(store))
 
 
 def _scatter_columns(pair: tuple[Tensor, Tensor], columns: Tensor) -> tuple[Tensor, Tensor]:

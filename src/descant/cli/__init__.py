@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from descant.cli.exit_codes import INTERRUPTED
+from descant.cli.terminal import INTERRUPTED
 from descant.errors import MissingExtra
 
 __all__ = ["main"]

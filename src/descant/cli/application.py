@@ -6,19 +6,121 @@ from the table of commands, without importing any.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import descant
 from descant.cli import terminal
-from descant.cli.command_table import COMMAND_GROUPS, COMMANDS, CommandEntry
-from descant.cli.exit_codes import USAGE
+from descant.cli.terminal import USAGE
 
-__all__ = ["DeferredCommand", "build_app"]
+if TYPE_CHECKING:
+    from descant.cli.command import Command
+
+
+@dataclass(frozen=True)
+class CommandEntry:
+    """The place of a command's class in this package, "module:class", and the first line of its help."""
+
+    place: str
+    summary: str
+
+    def load(self) -> type[Command]:
+        """Import the class of the command."""
+        module, name = self.place.split(":")
+        kind: type[Command] = getattr(importlib.import_module(f"descant.cli.{module}"), name)
+        return kind
+
+
+COMMANDS: Final = {
+    "generate": CommandEntry(
+        "generate:GenerateCommand",
+        "Continue a prompt and stream the text; or, with --input and --output, many prompts.",
+    ),
+    "chat": CommandEntry(
+        "chat.command:ChatCommand", "Talk to a model: each line is a turn, and /help lists commands."
+    ),
+    "explain": CommandEntry(
+        "generate:ExplainCommand",
+        "Show what would run and why: strategy, processors in order, stops, and the source of every value.",
+    ),
+    "serve": CommandEntry(
+        "serve:ServeCommand",
+        "Serve a model over HTTP with OpenAI's API; every generation parameter is a field of a request.",
+    ),
+    "run": CommandEntry(
+        "run:RunCommand", "Run every row of a source through a model, and write the results in shards."
+    ),
+    "tree": CommandEntry(
+        "show:TreeCommand", "Show the tree of a trace: all hypotheses with scores, dropped and returned ones."
+    ),
+    "show": CommandEntry(
+        "show:ShowTraceCommand",
+        "Show a trace: the text with the probability of every token, and further pictures.",
+    ),
+    "doctor": CommandEntry(
+        "doctor.command:DoctorCommand",
+        "Check this machine and write one report: versions, fast paths, laws, parity with transformers, "
+        "times.",
+    ),
+}
+
+COMMAND_GROUPS: Final = {
+    "recipe": (
+        "Inspect and trust third-party decoding methods, and create and share your own.",
+        {
+            "show": CommandEntry(
+                "recipe:ShowRecipeCommand",
+                "Show a recipe: its files and their hash, its requirements and README, and whether it is "
+                "trusted.",
+            ),
+            "trust": CommandEntry(
+                "recipe:TrustRecipeCommand",
+                "Trust the current version of a recipe, also if it has changed: pin its hash and commit.",
+            ),
+            "list": CommandEntry("recipe:ListRecipesCommand", "List installed and trusted recipes."),
+            "forget": CommandEntry(
+                "recipe:ForgetRecipeCommand",
+                "Remove the trust in a recipe: the next use with --trust-remote-code pins its version then.",
+            ),
+            "new": CommandEntry(
+                "recipe:NewRecipeCommand", "Create a folder with a working recipe: code, README and tests."
+            ),
+            "check": CommandEntry(
+                "recipe:CheckRecipeCommand",
+                "Run the contract tests of descant.testing for a recipe, then its own tests.",
+            ),
+            "push": CommandEntry(
+                "recipe:PushRecipeCommand",
+                "Share a recipe: push its folder to a repository on the Hub, which is created if needed.",
+            ),
+        },
+    ),
+    "watermark": (
+        "Detect watermarks in texts, create keys, and train detectors.",
+        {
+            "detect": CommandEntry(
+                "watermark.command:DetectCommand",
+                "Detect watermarks in texts: marked, not marked, or too short to tell.",
+            ),
+            "key": CommandEntry(
+                "watermark.command:KeyCommand",
+                "Create a new key, for `descant generate --watermark FILE` and `descant watermark detect "
+                "--key FILE`.",
+            ),
+            "train": CommandEntry(
+                "watermark.command:TrainCommand",
+                "Train a Bayesian detector for a SynthID key, which detects shorter texts than the mean "
+                "score.",
+            ),
+        },
+    ),
+}
 
 
 class OptionHelpCommand(TyperCommand):
@@ -105,7 +207,7 @@ def _group_app(name: str, summary: str, commands: Mapping[str, CommandEntry]) ->
         rich_markup_mode=None,
     )
     for command, entry in commands.items():
-        deferred = type(entry.class_name, (DeferredCommand,), {"entry": entry})
+        deferred = type(entry.place.partition(":")[2], (DeferredCommand,), {"entry": entry})
         app.command(command, cls=deferred, help=entry.summary)(_no_options)
     return app
 
@@ -124,11 +226,7 @@ def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version",
-            is_eager=True,
-            callback=_print_version,
-            help="Show the version.",
-            metavar="",
+            "--version", is_eager=True, callback=_print_version, help="Show the version.", metavar=""
         ),
     ] = False,
 ) -> None:

@@ -12,35 +12,29 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Final, get_type_hints
 
 import typer
 
 from descant.cli import options, terminal
-from descant.cli.error_text import error_text
-from descant.cli.exit_codes import BROKEN_PIPE, FAILURE, INTERRUPTED, USAGE
+from descant.cli.options import argument, error_text, option
+from descant.cli.terminal import BROKEN_PIPE, FAILURE, INTERRUPTED, USAGE
 from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import GenerationConfig
+from descant.core.atomic_file import write_text
 from descant.errors import (
     ConfigError,
     InputError,
     RecipeError,
     TraceError,
     UnsupportedModel,
+    file_errors,
 )
 
 if TYPE_CHECKING:
-    from descant.decoding.watermark.schemes import BaseWatermarkingConfig
+    from descant.config.watermarking_config import BaseWatermarkingConfig
     from descant.recipes.recipe import Recipe
 
-__all__ = [
-    "Command",
-    "ConfigCommand",
-    "DecodingCommand",
-    "load_watermark_keys",
-    "parse_arguments",
-    "typer_callback",
-]
 
 ENVIRONMENT_KEYS: Final = "env"  # instead of a key file
 
@@ -54,9 +48,7 @@ class Command:
 
     needs_torch: ClassVar[bool] = False  # whether it draws random numbers or reads watermark keys
 
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.", metavar="")] = (
-        False
-    )
+    debug: bool = option("Show the traceback of an error.", False)
 
     def run(self) -> int:
         """Run the command; returns the exit code."""
@@ -69,12 +61,7 @@ class ConfigCommand(Command):
 
     needs_torch: ClassVar[bool] = True
 
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", metavar="PATH", help="A generation config: a JSON file or a model's folder."
-        ),
-    ] = None
+    config: Path | None = option("A generation config: a JSON file or a model's folder.", metavar="PATH")
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def file_config(self) -> GenerationConfig | None:
@@ -92,44 +79,22 @@ class DecodingCommand(ConfigCommand):
 
     takes_speech: ClassVar[bool] = False  # whether it can use Whisper models
 
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A folder, a GGUF file, or a name on the Hub.")
-    ]
-    dtype: Annotated[
-        str | None, typer.Option(help=f"Precision of the weights: {', '.join(DTYPES)} (as stored).")
-    ] = None
-    device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = None
-    assistant_model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="A smaller draft model: the same text, faster."),
-    ] = None
+    model: str = argument("MODEL", "A folder, a GGUF file, or a name on the Hub.")
+    dtype: str | None = option(f"Precision of the weights: {', '.join(DTYPES)} (as stored).")
+    device: str | None = option("Where to run: cpu, cuda, cuda:1, mps, ...")
+    assistant_model: str | None = option("A smaller draft model: the same text, faster.", metavar="MODEL")
 
-    watermark: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="Watermark the text with the key in this file; `env`: the environment's."
-        ),
-    ] = None
+    watermark: str | None = option(
+        "Watermark the text with the key in this file; `env`: the environment's.", metavar="FILE"
+    )
 
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            metavar="REF",
-            help="A recipe: a folder, owner/name on the Hub, or the name of an installed one.",
-        ),
-    ] = None
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code",
-            metavar="",
-            help="Run the code of --recipe, with your permissions.",
-        ),
-    ] = False
-    recipe_argument: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=JSON", help="An argument of the recipe's own; may be repeated."),
-    ] = None
+    recipe: str | None = option(
+        "A recipe: a folder, owner/name on the Hub, or the name of an installed one.", metavar="REF"
+    )
+    trust_remote_code: bool = option("Run the code of --recipe, with your permissions.", False)
+    recipe_argument: list[str] | None = option(
+        "An argument of the recipe's own; may be repeated.", metavar="NAME=JSON"
+    )
 
     @cached_property
     def parameters(self) -> Mapping[str, Any]:
@@ -166,7 +131,7 @@ class DecodingCommand(ConfigCommand):
 
     def load(self) -> tuple[Any, Any]:
         """Load the model and its tokenizer, after checking the config and the recipe."""
-        from descant.models.loading import load
+        from descant.models.loading.loading import load
 
         self.check_parameters()
         with terminal.console().status("loading"):
@@ -177,7 +142,7 @@ class DecodingCommand(ConfigCommand):
         extras: dict[str, Any] = {} if self.loaded_recipe is None else {"recipe": self.loaded_recipe}
         if self.assistant_model is None:
             return extras
-        from descant.models.loading import load
+        from descant.models.loading.loading import load
 
         with terminal.console().status("loading the draft model"):
             model, tokenizer = load(self.assistant_model, self.dtype, self.device)
@@ -186,33 +151,24 @@ class DecodingCommand(ConfigCommand):
 
 def typer_callback(kind: type[Command]) -> Callable[..., None]:
     """A command class as a typer function, with the options of the class and of the generation config."""
-    hints = get_type_hints(kind, include_extras=True)
-    own_fields = {
-        own_field.name: own_field for own_field in dataclasses.fields(kind) if own_field.name != "values"
-    }
-    keyword = inspect.Parameter.KEYWORD_ONLY
+    hints = get_type_hints(kind)
     own_parameters = [
-        inspect.Parameter(name, keyword, annotation=hints[name], default=_parameter_default(own_field))
-        for name, own_field in own_fields.items()
+        options.typer_parameter(field, hints[field.name])
+        for field in dataclasses.fields(kind)
+        if field.metadata
     ]
-
     field_parameters = list(options.option_parameters()) if issubclass(kind, ConfigCommand) else []
 
     def command(**arguments: Any) -> None:
-        chosen = {name: arguments.pop(name) for name in own_fields}
+        chosen = {parameter.name: arguments.pop(parameter.name) for parameter in own_parameters}
         raise typer.Exit(_run_guarded(kind, chosen, arguments))
 
     # A paragraph is one line: the help wraps it to its own width.
     paragraphs = (inspect.getdoc(kind) or "").split("\n\n")
-    command.__doc__ = "\n\n".join(" ".join(one.split()) for one in paragraphs)
+    command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     command.__annotations__ = {}
     command.__signature__ = inspect.Signature([*own_parameters, *field_parameters])  # type: ignore[attr-defined]
     return command
-
-
-def _parameter_default(own_field: dataclasses.Field[Any]) -> Any:
-    """The default of a dataclass field, as of a parameter."""
-    return inspect.Parameter.empty if own_field.default is dataclasses.MISSING else own_field.default
 
 
 def _run_guarded(kind: type[Command], chosen: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
@@ -238,7 +194,7 @@ def _run_guarded(kind: type[Command], chosen: Mapping[str, Any], arguments: Mapp
 
 def load_watermark_keys(path: str | None) -> dict[str, BaseWatermarkingConfig]:
     """The watermark keys of a file or of the environment, by name."""
-    from descant.decoding.watermark.schemes.keys import read_settings
+    from descant.decoding.watermark.keys import read_settings
 
     return read_settings(None if path == ENVIRONMENT_KEYS else path)
 
@@ -246,18 +202,18 @@ def load_watermark_keys(path: str | None) -> dict[str, BaseWatermarkingConfig]:
 def parse_arguments(option: str, texts: Sequence[str]) -> dict[str, Any]:
     """Parse the arguments NAME=JSON of an option."""
     arguments: dict[str, Any] = {}
-    for argument in texts:
-        name, equals, text = argument.partition("=")
+    for given in texts:
+        name, equals, text = given.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name.isidentifier():
-            raise InputError(option, "must be NAME=JSON", argument, "for instance samples=8")
+            raise InputError(option, "must be NAME=JSON", given, "for instance samples=8")
         if name in arguments:
-            raise InputError(option, "must give each argument once", argument, "leave one out")
+            raise InputError(option, "must give each argument once", given, "leave one out")
         try:
             arguments[name] = json.loads(text)
         except (ValueError, RecursionError):
             advice = f"write text in quotation marks: '{name}=\"text\"'"
-            raise InputError(option, "must have JSON after its =", argument, advice) from None
+            raise InputError(option, "must have JSON after its =", given, advice) from None
     return arguments
 
 
@@ -275,7 +231,7 @@ def _torch_setup() -> Iterator[None]:
     """A seed of this process, and each warning about public keys once, in the style of the command line."""
     import torch
 
-    from descant.decoding.watermark.schemes.keys import PublicKeyWarning
+    from descant.decoding.watermark.keys import PublicKeyWarning
 
     torch.seed()  # a new process has the same default seed every time
     shown: set[str] = set()
@@ -292,3 +248,60 @@ def _torch_setup() -> Iterator[None]:
 
         warnings.showwarning = show  # type: ignore[assignment]
         yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarCommand(DecodingCommand):
+    """Options of a command whose text may have to match a grammar."""
+
+    json_schema: str | None = option("The text is JSON that matches this schema.", metavar="FILE")
+    regex: str | None = option("The whole text matches this regular expression.", metavar="TEXT")
+    choice: list[str] | None = option("The text is one of these; may be repeated.", metavar="TEXT")
+    grammar_file: str | None = option("The text matches this grammar: EBNF or Lark.", metavar="FILE")
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Any]:
+        """The generation parameters, with the grammar of these options."""
+        values, grammars = super().parameters, self._grammars()
+        if values.get("grammar") is not None:
+            grammars["--grammar"] = values["grammar"]
+        if len(grammars) > 1:
+            raise InputError("grammar", "must be given once", " and ".join(grammars), "give one of them")
+        return {**values, "grammar": next(iter(grammars.values()))} if grammars else values
+
+    def _grammars(self) -> dict[str, Mapping[str, Any]]:
+        """The grammar of each option that is given."""
+        grammars: dict[str, Mapping[str, Any]] = {}
+        if self.json_schema is not None:
+            grammars["--json-schema"] = {"json_schema": read_json("json_schema", self.json_schema)}
+        if self.regex is not None:
+            grammars["--regex"] = {"regex": self.regex}
+        if self.choice:
+            grammars["--choice"] = {"choice": self.choice}
+        if self.grammar_file is not None:
+            grammars["--grammar-file"] = {"grammar": read_text("grammar_file", self.grammar_file)}
+        return grammars
+
+
+def write_file(name: str, path: str | Path, text: str) -> None:
+    """Write the file of an option."""
+    with file_errors(name, path, "written"):
+        write_text(path, text)
+
+
+def read_text(name: str, path: str) -> str:
+    """The text of an option's file."""
+    try:
+        with file_errors(name, path):
+            return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(name, "must be a file of UTF-8 text", path) from None
+
+
+def read_json(name: str, path: str) -> Any:
+    """The data of an option's JSON file."""
+    text = read_text(name, path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(name, f"must be a file of JSON ({error})", path) from None

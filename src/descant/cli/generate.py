@@ -1,4 +1,4 @@
-"""`descant generate`: stream one prompt to the terminal, run many from a file, or write sound."""
+"""`descant generate`: a prompt to the terminal, many from a file, or sound; and `descant explain`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import typer
-
-from descant.cli.grammar_command import GrammarCommand
-from descant.cli.jsonl_lines import InputLines
+from descant.cli import terminal
+from descant.cli.command import ConfigCommand, GrammarCommand
+from descant.cli.options import STDIO, argument, option
 from descant.config.generation_config import GenerationConfig
 from descant.core.atomic_file import require_writable
-from descant.errors import ConfigError, InputError, Words
+from descant.errors import ConfigError, InputError, Words, file_errors
 
 if TYPE_CHECKING:
-    from descant.cli.jsonl_output import JsonlFile, JsonlStream
+    from descant.cli.jsonl import InputLines, JsonlFile, JsonlStream
     from descant.trace.tracer import Tracer
 
-__all__ = ["GenerateCommand"]
 
-STDIO = "-"
 # Options that are for text alone, beside generation parameters: those are refused by the model of sound.
 TEXT_OPTIONS: Final = (
     "chat", "input", "output", "trace", "recipe", "assistant_model", "watermark", "json_schema", "regex",
@@ -42,40 +39,16 @@ class GenerateCommand(GrammarCommand):
     A model of sound, such as MusicGen, writes what it generates for a prompt to the WAV file of --out.
     """
 
-    prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The text to continue; - reads standard input.")
-    ] = None
-    chat: Annotated[
-        bool, typer.Option("--chat", metavar="", help="The prompt is a user message to a chat model.")
-    ] = False
-    input: Annotated[
-        str | None,
-        typer.Option("--input", metavar="FILE", help="Prompts as JSON lines; - is standard input."),
-    ] = None
-    output: Annotated[
-        str | None,
-        typer.Option("--output", metavar="FILE", help="Results as JSON lines; - is standard output."),
-    ] = None
-    overwrite: Annotated[
-        bool,
-        typer.Option(
-            "--overwrite",
-            metavar="",
-            help="Start --output anew instead of continuing what is there; replace the file of --out.",
-        ),
-    ] = False
-    out: Annotated[
-        str | None,
-        typer.Option("--out", metavar="FILE.wav", help="The sound of a model of sound, as a new WAV file."),
-    ] = None
-    trace: Annotated[
-        str | None,
-        typer.Option("--trace", metavar="FILE", help="Record every step, for `descant show FILE`."),
-    ] = None
-    batch_size: Annotated[
-        int,
-        typer.Option("--batch-size", min=1, help="Prompts of --input per batch."),
-    ] = 16
+    prompt: str | None = argument("PROMPT", "The text to continue; - reads standard input.", None)
+    chat: bool = option("The prompt is a user message to a chat model.", False)
+    input: str | None = option("Prompts as JSON lines; - is standard input.", metavar="FILE")
+    output: str | None = option("Results as JSON lines; - is standard output.", metavar="FILE")
+    overwrite: bool = option(
+        "Start --output anew instead of continuing what is there; replace the file of --out.", False
+    )
+    out: str | None = option("The sound of a model of sound, as a new WAV file.", metavar="FILE.wav")
+    trace: str | None = option("Record every step, for `descant show FILE`.", metavar="FILE")
+    batch_size: int = option("Prompts of --input per batch.", 16, min=1)
 
     def run(self) -> int:
         """Run one prompt or many."""
@@ -95,7 +68,7 @@ class GenerateCommand(GrammarCommand):
 
     def _write_sound(self, path: str) -> int:
         """Write the sound of one prompt."""
-        from descant.cli.sound import SoundJob
+        from descant.cli.output import SoundJob
 
         text = self._read_prompt()
         self.check_parameters()
@@ -104,11 +77,9 @@ class GenerateCommand(GrammarCommand):
 
     def _stream_to_terminal(self) -> int:
         """Stream one prompt to the terminal."""
-        from descant.api.prompt import encode_prompt, user_messages
+        from descant.api.chat_prompt import encode_prompt, user_messages
         from descant.api.stream import stream
-        from descant.cli.default_length import DefaultLengthNote
-        from descant.cli.function_recipe import FunctionRecipe
-        from descant.cli.stream_printer import StreamPrinter
+        from descant.cli.output import DefaultLengthNote, FunctionRecipe, StreamPrinter
 
         text = self._read_prompt()
         model, tokenizer = self._load_checked()
@@ -147,11 +118,8 @@ class GenerateCommand(GrammarCommand):
         if self.trace is None:
             yield None
             return
-        try:
+        with file_errors("trace", self.trace):
             require_writable(self.trace)  # before decoding
-        except OSError as error:
-            must = f"must be a file that can be opened ({error.strerror})"
-            raise InputError("trace", must, self.trace) from None
         from descant.trace.tracer import Tracer
 
         tracer = Tracer()
@@ -164,7 +132,7 @@ class GenerateCommand(GrammarCommand):
     def _load_checked(self) -> tuple[Any, Any]:
         model, tokenizer = self.load()
         if self.chat:
-            from descant.api.prompt import require_chat_template
+            from descant.api.chat_prompt import require_chat_template
 
             require_chat_template(tokenizer, self.model)
         return model, tokenizer
@@ -178,17 +146,21 @@ class GenerateCommand(GrammarCommand):
 
     @contextlib.contextmanager
     def _open_input(self) -> Iterator[InputLines]:
+        from descant.cli.jsonl import InputLines
+
         if self.input is None:
             yield InputLines.from_prompt(self._read_prompt())
         elif self.input == STDIO:
             yield InputLines(sys.stdin.buffer)
         else:
-            with _open_input_file(self.input) as file:
+            with file_errors("input", self.input):
+                file = open(self.input, "rb")  # noqa: SIM115 - errors of the run are not those of the file
+            with file:
                 yield InputLines.from_file(file)
 
     @contextlib.contextmanager
     def _open_output(self) -> Iterator[JsonlFile | JsonlStream]:
-        from descant.cli.jsonl_output import JsonlStream, open_jsonl_file
+        from descant.cli.jsonl import JsonlStream, open_jsonl_file
 
         if self.output in (None, STDIO):
             yield JsonlStream(sys.stdout)
@@ -231,8 +203,30 @@ class GenerateCommand(GrammarCommand):
                 raise InputError(name, "has no use with --out, which writes sound", value, "leave it out")
 
 
-def _open_input_file(path: str) -> BinaryIO:
-    try:
-        return open(path, "rb")
-    except OSError as error:
-        raise InputError("input", f"must be a file that can be opened ({error.strerror})", path) from None
+@dataclass(frozen=True, kw_only=True)
+class ExplainCommand(ConfigCommand):
+    """Show what would run and why: strategy, processors in order, stops, and the source of every value.
+
+    Nothing is generated, and only the configs of the model are read.
+    """
+
+    model: str | None = argument("MODEL", "A folder, a GGUF file, or a name on the Hub.", None)
+
+    def run(self) -> int:
+        """Print the explanation."""
+        file_config = self.file_config()
+        if self.model is None:
+            merged, model_interface = GenerationConfig.merge(self.values, file_config), None
+        else:
+            from descant.engine.planning.planner import as_model
+            from descant.models.loading.loading import load_meta_model
+
+            model = load_meta_model(self.model)
+            model_config = GenerationConfig.from_transformers(model.generation_config)
+            # The adapter, not the model: the model's config would be merged a second time.
+            merged, model_interface = (
+                GenerationConfig.merge(self.values, file_config, model_config),
+                as_model(model),
+            )
+        terminal.write_untrusted(merged.explain(model_interface) + "\n")
+        return 0

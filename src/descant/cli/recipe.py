@@ -8,44 +8,133 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Annotated, ClassVar, Final
-
-import typer
+from typing import ClassVar, Final
 
 from descant.cli import terminal
 from descant.cli.command import Command, parse_arguments
-from descant.cli.exit_codes import FAILURE
-from descant.cli.recipe_overview import recipe_overview, short_hash
+from descant.cli.options import argument, option
+from descant.cli.terminal import FAILURE, escape_control
 from descant.errors import InputError, MissingExtra
-from descant.recipes.kinds import RECIPE_KINDS
-from descant.recipes.loading import ENTRY_POINT_GROUP, inspect_recipe, load_recipe, lock_key, trust_recipe
+from descant.recipes.loading import (
+    ENTRY_POINT_GROUP,
+    RecipeInfo,
+    Reference,
+    inspect_recipe,
+    load_recipe,
+    lock_key,
+    trust_recipe,
+)
 from descant.recipes.lock import Lock
-from descant.recipes.reference import Reference
+from descant.recipes.recipe_files import (
+    RECIPE_KINDS,
+    RecipeFiles,
+    installed_version,
+    parse_requirements,
+    unmet_requirements,
+)
 from descant.recipes.scaffold import new_recipe, template_files
 
-__all__ = [
-    "CheckRecipeCommand",
-    "ForgetRecipeCommand",
-    "ListRecipesCommand",
-    "NewRecipeCommand",
-    "PushRecipeCommand",
-    "ShowRecipeCommand",
-    "TrustRecipeCommand",
-]
+LABEL_WIDTH = 14
+
+
+def short_hash(text: str | None, skip: int = 0) -> str:
+    """The first characters of a hash or commit."""
+    return "" if text is None else text[: skip + 12]
+
+
+def recipe_overview(info: RecipeInfo, code: bool = False) -> str:
+    """All that is known of a recipe without running it; lines of its own files are behind a bar."""
+    parts = [
+        ("recipe", [escape_control(info.name)]),
+        ("from", [_origin(info)]),
+        ("kind", [info.kind or "known when it is imported"]),
+        ("state", list(_trust_lines(info))),
+    ]
+    if info.contents is not None:
+        parts += [
+            ("hash", [info.contents.digest]),
+            ("requirements", list(_requirement_lines(info.contents, info.name)) or ["none"]),
+            ("files", list(_file_lines(info.contents))),
+        ]
+    text = "".join(_format_entry(name, lines) for name, lines in parts)
+    if info.contents is not None:
+        text += _quote_file("README.md", info.contents.readme)
+        for path, data in info.contents.files.items() if code else ():
+            if path.endswith(".py"):
+                text += _quote_file(path, data.decode(errors="replace"))
+    return text
+
+
+def _format_entry(name: str, lines: Sequence[str]) -> str:
+    return "".join(f"{name if not index else '':<{LABEL_WIDTH}}{line}\n" for index, line in enumerate(lines))
+
+
+def _package(entry: EntryPoint) -> str:
+    """The package of an installed recipe and its version; empty: it is not known."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else ""
+
+
+def _origin(info: RecipeInfo) -> str:
+    if (entry := info.reference.entry_point) is not None:
+        package = _package(entry) or "an installed package"
+        return f"{escape_control(package)}, which is installed: {escape_control(entry.value)}"
+    if info.reference.kind == "hub":
+        repo, commit = escape_control(str(info.reference.repo)), escape_control(str(info.revision))
+        return f"the Hub, {repo} at commit {commit}"
+    return f"the folder {escape_control(str(info.reference.path))}"
+
+
+def _trust_lines(info: RecipeInfo) -> Iterator[str]:
+    """Whether it would run, and what has changed."""
+    name = shlex.quote(escape_control(info.name))
+    if info.trust_state == "installed":
+        yield "installed, and runs without further trust, as all of that package does"
+    elif info.pin is None:
+        yield "never trusted: it runs only with trust_remote_code=True, and is then pinned by its hash"
+    elif info.trust_state == "trusted":
+        date = escape_control(info.pin.trusted)
+        yield f"trusted on {date}, and pinned: it runs with trust_remote_code=True"
+    else:
+        yield f"CHANGED since it was trusted on {escape_control(info.pin.trusted)}: it is refused"
+        yield f"`descant recipe trust {name}` would trust it as it is here"
+        current = info.current_pin
+        assert current is not None
+        if current.revision != info.pin.revision:
+            yield f"commit {short_hash(info.pin.revision)} was trusted"
+        yield from map(escape_control, info.pin.differences(current))
+
+
+def _requirement_lines(contents: RecipeFiles, name: str) -> Iterator[str]:
+    """Each requirement with the installed version."""
+    parsed = parse_requirements(contents.requirements, name)
+    missing = {str(requirement) for requirement in unmet_requirements(parsed, name)}
+    for requirement in parsed:
+        verdict = ", which does not do" if str(requirement) in missing else ""
+        yield escape_control(f"{requirement} (installed: {installed_version(requirement.name)}{verdict})")
+
+
+def _file_lines(contents: RecipeFiles) -> Iterator[str]:
+    code_paths = {f"{contents.code_prefix}{module}.py" for module in contents.modules}
+    for path, data in contents.files.items():
+        note = "  (code that would run)" if path in code_paths else ""
+        yield f"{len(data):>9,}  {escape_control(path)}{note}"
+
+
+def _quote_file(title: str, text: str | None) -> str:
+    """A file behind a bar, so that its lines cannot be mistaken for those of the overview."""
+    if text is None:
+        return f"\nno {escape_control(title)}\n"
+    lines = "".join(
+        f"  | {escape_control(line.expandtabs(4))}\n" for line in text.removesuffix("\n").split("\n")
+    )
+    return f"\n{escape_control(title)}\n{lines}"
+
 
 PYTEST_NO_TESTS: Final = 5  # exit code of pytest
-
-ReferenceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="REF",
-        help="A folder, owner/name or owner/name@revision on the Hub, or the name of an installed one.",
-    ),
-]
-FolderArgument = Annotated[str, typer.Argument(metavar="FOLDER", help="A recipe's folder.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +144,11 @@ class ShowRecipeCommand(Command):
     Nothing is imported or run. Control and reordering characters are escaped.
     """
 
-    reference: ReferenceArgument
-    code: Annotated[bool, typer.Option("--code", metavar="", help="Show the code that would run, too.")] = (
-        False
+    reference: str = argument(
+        "REF", "A folder, owner/name or owner/name@revision on the Hub, or the name of an installed one."
     )
-    latest: Annotated[
-        bool,
-        typer.Option("--latest", metavar="", help="On the Hub: the newest version, not the trusted one."),
-    ] = False
+    code: bool = option("Show the code that would run, too.", False)
+    latest: bool = option("On the Hub: the newest version, not the trusted one.", False)
 
     def run(self) -> int:
         """Print the overview."""
@@ -77,10 +163,10 @@ class TrustRecipeCommand(Command):
     Nothing runs. Using it still needs --trust-remote-code, or trust_remote_code=True.
     """
 
-    reference: ReferenceArgument
-    digest: Annotated[
-        str | None, typer.Option(metavar="HASH", help="Only if its hash is this one, as printed by `show`.")
-    ] = None
+    reference: str = argument(
+        "REF", "A folder, owner/name or owner/name@revision on the Hub, or the name of an installed one."
+    )
+    digest: str | None = option("Only if its hash is this one, as printed by `show`.", metavar="HASH")
 
     def run(self) -> int:
         """Pin the recipe."""
@@ -104,10 +190,8 @@ class ListRecipesCommand(Command):
 
     def run(self) -> int:
         """Print one line per recipe."""
-        lines = [
-            (one.name, "installed", f"{one.dist.name} {one.dist.version}" if one.dist else one.value)
-            for one in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name)
-        ]
+        installed = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name)
+        lines = [(entry.name, "installed", _package(entry) or entry.value) for entry in installed]
         for key, pin in sorted(Lock().pins().items()):
             detail = f"commit {short_hash(pin.revision)}, " if pin.revision else ""
             lines.append((key, f"trusted {pin.trusted[:10]}", f"{detail}{short_hash(pin.digest, 7)}"))
@@ -124,9 +208,7 @@ class ListRecipesCommand(Command):
 class ForgetRecipeCommand(Command):
     """Remove the trust in a recipe: the next use with --trust-remote-code pins its version then."""
 
-    reference: Annotated[
-        str, typer.Argument(metavar="REF", help="As given before, or as listed by `descant recipe list`.")
-    ]
+    reference: str = argument("REF", "As given before, or as listed by `descant recipe list`.")
 
     def run(self) -> int:
         """Remove the pin."""
@@ -143,16 +225,14 @@ class ForgetRecipeCommand(Command):
 class NewRecipeCommand(Command):
     """Create a folder with a working recipe: code, README and tests."""
 
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the folder and of the recipe.")]
-    kind: Annotated[str, typer.Option(metavar=f"[{'|'.join(RECIPE_KINDS)}]", help="The kind of recipe.")] = (
-        "strategy"
-    )
+    name: str = argument("NAME", "The name of the folder and of the recipe.")
+    kind: str = option("The kind of recipe.", "strategy", metavar=f"[{'|'.join(RECIPE_KINDS)}]")
 
     def run(self) -> int:
         """Write the files."""
         folder = new_recipe(self.name, self.kind)
-        paths = [f"{folder / file}\n" for file in template_files(self.name, self.kind)]
-        terminal.write("".join(paths))
+        for file in template_files(self.name, self.kind):
+            terminal.write(f"{folder / file}\n")
         terminal.print_info(f"descant recipe check ./{self.name} --trust-remote-code runs its tests")
         return 0
 
@@ -166,15 +246,11 @@ class CheckRecipeCommand(Command):
 
     needs_torch: ClassVar[bool] = True
 
-    folder: FolderArgument
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", metavar="", help="Run its code, with your permissions."),
-    ] = False
-    recipe_argument: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=JSON", help="An argument to check it with; may be repeated."),
-    ] = None
+    folder: str = argument("FOLDER", "A recipe's folder.")
+    trust_remote_code: bool = option("Run its code, with your permissions.", False)
+    recipe_argument: list[str] | None = option(
+        "An argument to check it with; may be repeated.", metavar="NAME=JSON"
+    )
 
     def run(self) -> int:
         """Check the recipe."""
@@ -210,23 +286,16 @@ class PushRecipeCommand(Command):
     are pushed. Nothing runs.
     """
 
-    folder: FolderArgument
-    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="A repository on the Hub.")]
-    private: Annotated[bool, typer.Option("--private", metavar="", help="Make a new repository private.")] = (
-        False
-    )
-    message: Annotated[str | None, typer.Option("--message", metavar="TEXT", help="The commit message.")] = (
-        None
-    )
+    folder: str = argument("FOLDER", "A recipe's folder.")
+    repository: str = argument("OWNER/NAME", "A repository on the Hub.")
+    private: bool = option("Make a new repository private.", False)
+    message: str | None = option("The commit message.", metavar="TEXT")
 
-    prune: Annotated[
-        bool,
-        typer.Option("--prune", metavar="", help="Delete recipe files that the folder does not have."),
-    ] = False
+    prune: bool = option("Delete recipe files that the folder does not have.", False)
 
     def run(self) -> int:
         """Upload the recipe."""
-        from descant.recipes.share import push_recipe
+        from descant.recipes.loading import push_recipe
 
         commit = push_recipe(
             self.folder,
@@ -248,17 +317,8 @@ def _run_tests(folder: Path) -> int:
     if importlib.util.find_spec("pytest") is None:
         raise MissingExtra("testing", "running a recipe's own tests")
     # -P: without the current folder on the path, where files could shadow modules.
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--import-mode=importlib",
-    ]
-    command += ["--rootdir", str(folder), str(tests)]
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--rootdir", str(folder)]
+    command = [sys.executable, "-P", "-m", "pytest", *options, str(tests)]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     code = subprocess.run(command, stdin=subprocess.DEVNULL, env=environment, check=False).returncode
     if code == PYTEST_NO_TESTS:

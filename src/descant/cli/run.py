@@ -3,38 +3,77 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
-
-import typer
+from typing import TYPE_CHECKING, ClassVar, Final, Self
 
 from descant.cli import terminal
 from descant.cli.command import ConfigCommand
-from descant.cli.exit_codes import FAILURE, INTERRUPTED, USAGE
+from descant.cli.options import argument, option
+from descant.cli.terminal import FAILURE, INTERRUPTED, USAGE
 from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import GenerationConfig
 from descant.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from descant.jobs import Job
+    from descant.jobs import Job, JobProgress
 
-__all__ = ["RunCommand"]
 
-_JOB_OPTIONS = (
-    "model",
-    "source",
-    "sink",
-    "dtype",
-    "device",
-    "shard_rows",
-    "sink_format",
-    "window",
-    "max_in_flight",
-    "engine",
-    "workers",
-    "cpus_per_worker",
-)
+_SECONDS_BETWEEN_LINES: Final = 10.0
+
+
+class JobProgressDisplay:
+    """Shows rows, tokens a second and the time left on standard error."""
+
+    def __init__(self) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn  # slow to import
+
+        console = terminal.console()
+        self._is_terminal = console.is_terminal
+        columns = (TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._bar = Progress(*columns, console=console, disable=not self._is_terminal)
+        self._task = self._bar.add_task("starting", total=None)
+        self._next_line: float | None = None  # from the first row on: a model may take long to load
+        self.rows: int | None = None  # of the source; None: it is not read yet
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, progress: JobProgress) -> None:
+        """Show the state at the start or after a row."""
+        if self.rows is None and progress.damaged_files:
+            names = ", ".join(progress.damaged_files)
+            terminal.print_warning(f"shards that were changed are computed again: {names}")
+        self.rows = progress.rows
+        if self._is_terminal:
+            text = _pace(progress)
+            self._bar.update(self._task, total=progress.rows, completed=progress.finished, description=text)
+        elif progress.computed and (self._next_line is None or time.monotonic() >= self._next_line):
+            is_first, self._next_line = self._next_line is None, time.monotonic() + _SECONDS_BETWEEN_LINES
+            if is_first:
+                return
+            terminal.print_info(f"{progress.finished} of {progress.rows} rows, {_pace(progress)}")
+
+
+def _pace(progress: JobProgress) -> str:
+    if not progress.computed:
+        return "the first rows are running" if progress.finished < progress.rows else ""
+    left = progress.seconds_left
+    time_left = "" if left is None else f", {format_seconds(left)} left"
+    failed = f", {progress.failed} failed" if progress.failed else ""
+    return f"{progress.tokens_per_second:.0f} tokens a second{failed}{time_left}"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time in hours, minutes and seconds."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,52 +87,24 @@ class RunCommand(ConfigCommand):
 
     needs_torch: ClassVar[bool] = False  # each row has a seed of its own
 
-    job: Annotated[Path, typer.Argument(metavar="JOB", help="The job: a TOML file.")]
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", metavar="", help="Write nothing: show rows, shards, and the time by some rows."
-        ),
-    ] = False
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="A folder, a GGUF file, or a name on the Hub."),
-    ] = None
-    source: Annotated[
-        list[str] | None, typer.Option(metavar="FILE", help="A file of rows; may be repeated.")
-    ] = None
-    sink: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder of the shards.")] = None
-    dtype: Annotated[
-        str | None, typer.Option(help=f"Precision of the weights: {', '.join(DTYPES)} (float32).")
-    ] = None
-    device: Annotated[str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = None
-    shard_rows: Annotated[int | None, typer.Option(min=1, help="Rows of a shard (default: 1000).")] = None
-    sink_format: Annotated[str | None, typer.Option(help="Format of the shards: jsonl, parquet (jsonl).")] = (
-        None
-    )
-    window: Annotated[
-        int | None, typer.Option(min=1, help="Rows that are sorted by length (default: 1024).")
-    ] = None
-    max_in_flight: Annotated[
-        int | None, typer.Option(min=1, help="Requests in an engine at once (256, on a CPU 64).")
-    ] = None
-    engine: Annotated[
-        str | None, typer.Option(help="descant, vllm, or auto: vLLM for all that it can run (descant).")
-    ] = None
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that load the model, or actors on Ray (default: 1).")
-    ] = None
-    cpus_per_worker: Annotated[
-        int | None, typer.Option(min=1, help="Threads of each worker (default: all together, on Ray 1).")
-    ] = None
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Run on a Ray cluster: its address, or local for a new one."),
-    ] = None
+    job: Path = argument("JOB", "The job: a TOML file.")
+    dry_run: bool = option("Write nothing: show rows, shards, and the time by some rows.", False)
+    model: str | None = option("A folder, a GGUF file, or a name on the Hub.", metavar="MODEL")
+    source: list[str] | None = option("A file of rows; may be repeated.", metavar="FILE")
+    sink: str | None = option("The folder of the shards.", metavar="FOLDER")
+    dtype: str | None = option(f"Precision of the weights: {', '.join(DTYPES)} (float32).")
+    device: str | None = option("Where to run: cpu, cuda, cuda:1, mps, ...")
+    shard_rows: int | None = option("Rows of a shard (default: 1000).", min=1)
+    sink_format: str | None = option("Format of the shards: jsonl, parquet (jsonl).")
+    window: int | None = option("Rows that are sorted by length (default: 1024).", min=1)
+    max_in_flight: int | None = option("Requests in an engine at once (256, on a CPU 64).", min=1)
+    engine: str | None = option("descant, vllm, or auto: vLLM for all that it can run (descant).")
+    workers: int | None = option("Processes that load the model, or actors on Ray (default: 1).", min=1)
+    cpus_per_worker: int | None = option("Threads of each worker (default: all together, on Ray 1).", min=1)
+    ray: str | None = option("Run on a Ray cluster: its address, or local for a new one.", metavar="ADDRESS")
 
     def run(self) -> int:
         """Run the job, or estimate its time."""
-        from descant.cli.job_progress import JobProgressDisplay
         from descant.jobs import Job
 
         try:
@@ -124,8 +135,6 @@ class RunCommand(ConfigCommand):
         return FAILURE if result.failed else 0
 
     def _print_estimate(self, job: Job) -> int:
-        from descant.cli.job_progress import format_seconds
-
         with terminal.console().status("measuring"):
             estimate = job.estimate()
         if not estimate.missing_rows:
@@ -142,8 +151,8 @@ class RunCommand(ConfigCommand):
 
     def _with_options(self, job: Job) -> Job:
         """A job with the options of the command line."""
-        given = {name: getattr(self, name) for name in _JOB_OPTIONS}
-        changes = {name: value for name, value in given.items() if value}
+        names = (field.name for field in dataclasses.fields(job))
+        changes = {name: value for name in names if (value := getattr(self, name, None))}
         values = dict(self.values)
         if "seed" in values:  # of the job: each row has its own
             changes["seed"] = values.pop("seed")
@@ -156,7 +165,7 @@ class RunCommand(ConfigCommand):
 
 
 def _saved_text(job: Job, rows: int | None) -> str:
-    """What an interrupted run leaves."""
+    """The message of an interrupted run: the shards that it leaves."""
     files = Path(job.sink).glob(f"shard-*.{job.sink_format}")
     saved = sum(not path.name.endswith(".errors.jsonl") for path in files)
     of_all = "" if rows is None else f" of {-(-rows // job.shard_rows)}"

@@ -8,17 +8,13 @@ import os
 import signal
 import sys
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final
-
-import typer
+from typing import Any, ClassVar, Final
 
 from descant.cli import terminal
-from descant.cli.command import DecodingCommand, parse_arguments
+from descant.cli.command import DecodingCommand, parse_arguments, read_text
+from descant.cli.options import option
 from descant.config.generation_config import GenerationConfig
 from descant.errors import InputError, MissingExtra
-
-__all__ = ["ServeCommand"]
 
 LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]", "::1")
 LOG_FORMATS: Final = ("auto", "json", "text")
@@ -35,94 +31,57 @@ class ServeCommand(DecodingCommand):
 
     takes_speech: ClassVar[bool] = True
 
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any that is free.")] = 8000
-    uds: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A Unix socket in place of --host and --port.")
-    ] = None
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="The model's name in requests; further ones are aliases."),
-    ] = None
-    api_keys: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="API keys and their limits, as TOML; see also DESCANT_API_KEYS."),
-    ] = None
-    allow_anonymous: Annotated[
-        bool,
-        typer.Option("--allow-anonymous", metavar="", help="Listen on other addresses without API keys."),
-    ] = False
-    requests_per_minute: Annotated[int | None, typer.Option(help="Of each key without its own limit.")] = None
-    tokens_per_minute: Annotated[int | None, typer.Option(help="Of each key without its own limit.")] = None
-    concurrent_requests: Annotated[int | None, typer.Option(help="Of each key without its own limit.")] = None
-    kv_memory: Annotated[
-        float | None,
-        typer.Option(min=0, metavar="GIB", help="Memory of the KV pool (half of the free memory)."),
-    ] = None
-    max_running_rows: Annotated[int, typer.Option(help="Rows of the batch.")] = 256
-    max_step_tokens: Annotated[int, typer.Option(help="Tokens of a step, those of prompts included.")] = 2048
-    chunk_tokens: Annotated[int, typer.Option(help="Tokens of a prompt that one step reads.")] = 512
-    max_waiting: Annotated[int, typer.Option(min=0, help="Requests that may wait; others get 429.")] = 256
-    prefix_cache: Annotated[
-        bool, typer.Option("--prefix-cache/--no-prefix-cache", metavar="", help="Reuse common prefixes.")
-    ] = True
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help='What runs requests: "descant", "vllm", or "auto", vLLM for all that it can.'
-        ),
-    ] = "descant"
-    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="GPUs, with vLLM.")] = None
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Positions, with vLLM.")] = None
-    enforce_eager: Annotated[
-        bool, typer.Option("--enforce-eager", metavar="", help="No CUDA graphs, with vLLM.")
-    ] = False
-    engine_option: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=JSON", help="An argument of vLLM's EngineArgs; may be repeated."),
-    ] = None
-    fast: Annotated[
-        bool, typer.Option("--fast", metavar="", help="Prepack the weights and compile the layers.")
-    ] = False
-    chat_template: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A chat template in place of the tokenizer's.")
-    ] = None
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Of one prompt.")] = None
-    max_output_tokens: Annotated[int | None, typer.Option(help="Of one sequence.")] = None
-    max_request_seconds: Annotated[float, typer.Option(help="From a request's arrival to its end.")] = 600.0
-    max_receive_seconds: Annotated[float, typer.Option(help="From a request's first byte to its last.")] = (
-        60.0
+    host: str = option("Where to listen.", "127.0.0.1", metavar="ADDRESS")
+    port: int = option("The port; 0: any that is free.", 8000, min=0, max=65535)
+    uds: str | None = option("A Unix socket in place of --host and --port.", metavar="PATH")
+    served_model_name: list[str] | None = option(
+        "The model's name in requests; further ones are aliases.", metavar="NAME"
     )
-    max_body_bytes: Annotated[int, typer.Option(help="Of a request's body.")] = 4 * 2**20
-    traces: Annotated[
-        int, typer.Option(min=0, help="Finished traces to hold; 0: requests cannot ask for traces.")
-    ] = 0
-    page: Annotated[
-        bool, typer.Option("--page/--no-page", metavar="", help="The page at / to try the model on.")
-    ] = True
-    root_path: Annotated[str, typer.Option(metavar="PATH", help="Where a proxy publishes it.")] = ""
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(metavar="ORIGIN", help="A site whose pages may use it.")
-    ] = None
-    allowed_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A name of the server that requests may use.")
-    ] = None
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", metavar="", help="Write prompts to the log.")
-    ] = False
-    log_format: Annotated[
-        str,
-        typer.Option(metavar="NAME", help='"json", "text", or "auto": text in a terminal, else JSON.'),
-    ] = "auto"
-    otlp_endpoint: Annotated[
-        str | None, typer.Option(metavar="URL", help="A collector of OpenTelemetry: a span of each request.")
-    ] = None
-    grace_seconds: Annotated[float, typer.Option(min=0, help="How long requests may take after SIGTERM.")] = (
-        60.0
+    api_keys: str | None = option(
+        "API keys and their limits, as TOML; see also DESCANT_API_KEYS.", metavar="FILE"
     )
-    ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="A certificate for HTTPS.")] = None
-    ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")] = None
-    ssl_ca_certs: Annotated[str | None, typer.Option(metavar="FILE", help="Authorities of clients.")] = None
+    allow_anonymous: bool = option("Listen on other addresses without API keys.", False)
+    requests_per_minute: int | None = option("Of each key without its own limit.")
+    tokens_per_minute: int | None = option("Of each key without its own limit.")
+    concurrent_requests: int | None = option("Of each key without its own limit.")
+    kv_memory: float | None = option("Memory of the KV pool (half of the free memory).", min=0, metavar="GIB")
+    max_running_rows: int = option("Rows of the batch.", 256)
+    max_step_tokens: int = option("Tokens of a step, those of prompts included.", 2048)
+    chunk_tokens: int = option("Tokens of a prompt that one step reads.", 512)
+    max_waiting: int = option("Requests that may wait; others get 429.", 256, min=0)
+    prefix_cache: bool = option("Reuse common prefixes.", True)
+    engine: str = option(
+        'What runs requests: "descant", "vllm", or "auto", vLLM for all that it can.',
+        "descant",
+        metavar="NAME",
+    )
+    tensor_parallel_size: int | None = option("GPUs, with vLLM.", min=1)
+    max_model_len: int | None = option("Positions, with vLLM.", min=1)
+    enforce_eager: bool = option("No CUDA graphs, with vLLM.", False)
+    engine_option: list[str] | None = option(
+        "An argument of vLLM's EngineArgs; may be repeated.", metavar="NAME=JSON"
+    )
+    fast: bool = option("Prepack the weights and compile the layers.", False)
+    chat_template: str | None = option("A chat template in place of the tokenizer's.", metavar="FILE")
+    max_prompt_tokens: int | None = option("Of one prompt.")
+    max_output_tokens: int | None = option("Of one sequence.")
+    max_request_seconds: float = option("From a request's arrival to its end.", 600.0)
+    max_receive_seconds: float = option("From a request's first byte to its last.", 60.0)
+    max_body_bytes: int = option("Of a request's body.", 4 * 2**20)
+    traces: int = option("Finished traces to hold; 0: requests cannot ask for traces.", 0, min=0)
+    page: bool = option("The page at / to try the model on.", True)
+    root_path: str = option("Where a proxy publishes it.", "", metavar="PATH")
+    cors_origin: list[str] | None = option("A site whose pages may use it.", metavar="ORIGIN")
+    allowed_host: list[str] | None = option("A name of the server that requests may use.", metavar="NAME")
+    log_prompts: bool = option("Write prompts to the log.", False)
+    log_format: str = option(
+        '"json", "text", or "auto": text in a terminal, else JSON.', "auto", metavar="NAME"
+    )
+    otlp_endpoint: str | None = option("A collector of OpenTelemetry: a span of each request.", metavar="URL")
+    grace_seconds: float = option("How long requests may take after SIGTERM.", 60.0, min=0)
+    ssl_certfile: str | None = option("A certificate for HTTPS.", metavar="FILE")
+    ssl_keyfile: str | None = option("Its key.", metavar="FILE")
+    ssl_ca_certs: str | None = option("Authorities of clients.", metavar="FILE")
 
     def run(self) -> int:
         """Load the model and serve it until a signal ends the process."""
@@ -141,13 +100,11 @@ class ServeCommand(DecodingCommand):
     def _build(self) -> Any:
         """The server, with its model loaded."""
         try:
-            from descant.serve.access_log import AccessLog
-            from descant.serve.api_keys import KeyRing
-            from descant.serve.assembly import EngineOptions, load_application
-            from descant.serve.http_server import HttpServer, ListenAddress
-            from descant.serve.limits import KeyLimits
-            from descant.serve.request_spans import check_endpoint
-            from descant.serve.settings import ServerSettings
+            from descant.serve.application import EngineOptions, load_application
+            from descant.serve.http.keys import KeyLimits, KeyRing
+            from descant.serve.http.telemetry import AccessLog, check_endpoint
+            from descant.serve.server import HttpServer, ListenAddress
+            from descant.serve.settings import ServerSettings, model_name
         except ModuleNotFoundError as error:
             if (error.name or "").startswith("descant"):
                 raise
@@ -158,14 +115,14 @@ class ServeCommand(DecodingCommand):
         self._check_host(bool(keys))
         if self.otlp_endpoint is not None:
             check_endpoint(self.otlp_endpoint)
-        template = _read_template(self.chat_template)
+        template = None if self.chat_template is None else read_text("chat_template", self.chat_template)
         kv_bytes = None if self.kv_memory is None else int(self.kv_memory * GIB)
         options = EngineOptions(
             kv_bytes=kv_bytes, engine_options=self._engine_options(), **self._own_values(EngineOptions)
         )
         self.check_parameters()
         self._check_vllm()
-        names = self.served_model_name or [_name_of(self.model)]
+        names = self.served_model_name or [model_name(self.model)]
         settings = ServerSettings(
             model_name=names[0],
             aliases=tuple(names[1:]),
@@ -205,7 +162,7 @@ class ServeCommand(DecodingCommand):
 
     def _own_values(self, kind: type[Any]) -> dict[str, Any]:
         """The options that have the names of a dataclass's fields."""
-        names = {one.name for one in fields(kind)} & {one.name for one in fields(self)}
+        names = {own.name for own in fields(kind)} & {own.name for own in fields(self)}
         return {name: getattr(self, name) for name in names}
 
     def _check_host(self, has_keys: bool) -> None:
@@ -227,18 +184,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _name_of(model: str) -> str:
-    """The name of a model: on the Hub as it is, of a folder the folder's."""
-    path = Path(model)
-    return path.resolve().name if path.exists() else model
-
-
-def _read_template(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        raise InputError("chat_template", "must be a text file that can be read", path) from None

@@ -1,4 +1,4 @@
-"""`descant show`: draw a trace on the terminal or to a file."""
+"""`descant show` and `descant tree`: draw a trace on the terminal or to a file."""
 
 from __future__ import annotations
 
@@ -6,45 +6,15 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from descant.cli import terminal
-from descant.cli.command import Command
-from descant.core.atomic_file import write_text
+from descant.cli.command import Command, write_file
+from descant.cli.options import STDIO, argument, option
 from descant.errors import InputError, TraceError
-from descant.trace.pictures.selection import PICTURES
 from descant.trace.records import read_records
 from descant.trace.trace import Trace
-
-__all__ = [
-    "RequestOption",
-    "ShowTraceCommand",
-    "StepOption",
-    "SvgOption",
-    "TraceFileArgument",
-    "load_trace",
-    "reject_overwrite",
-    "terminal_options",
-    "write_output",
-]
-
-STDIO = "-"
-
-TraceFileArgument = Annotated[
-    str, typer.Argument(metavar="FILE", help="A trace of `generate --trace`; - is standard input.")
-]
-RequestOption = Annotated[
-    int | None, typer.Option("--request", metavar="N", help="Which request of it (default: the first).")
-]
-StepOption = Annotated[
-    int | None, typer.Option("--step", metavar="N", help="As it was after this step (default: the last).")
-]
-SvgOption = Annotated[
-    str | None,
-    typer.Option("--svg", metavar="FILE", help="Write the picture as SVG there; - is standard output."),
-]
+from descant.trace.trace_data import PICTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,31 +24,16 @@ class ShowTraceCommand(Command):
     With a second trace it shows both side by side.
     """
 
-    file: TraceFileArgument
-    other: Annotated[
-        str | None, typer.Argument(metavar="OTHER", help="Another trace, to be shown beside the first.")
-    ] = None
-    picture: Annotated[
-        str | None,
-        typer.Option(
-            "--picture",
-            metavar=f"[{'|'.join(PICTURES)}]",
-            help="What to show (default: text, and of two traces beside).",
-        ),
-    ] = None
-    html: Annotated[
-        str | None,
-        typer.Option(
-            "--html", metavar="FILE", help="Write all pictures as one page there; - is standard output."
-        ),
-    ] = None
-    svg: SvgOption = None
-    request: RequestOption = None
-    sequence: Annotated[
-        int | None,
-        typer.Option("--sequence", metavar="N", help="Which of its sequences (default: 0, the best)."),
-    ] = None
-    step: StepOption = None
+    file: str = argument("FILE", "A trace of `generate --trace`; - is standard input.")
+    other: str | None = argument("OTHER", "Another trace, to be shown beside the first.", None)
+    picture: str | None = option(
+        "What to show (default: text, and of two traces beside).", metavar=f"[{'|'.join(PICTURES)}]"
+    )
+    html: str | None = option("Write all pictures as one page there; - is standard output.", metavar="FILE")
+    svg: str | None = option("Write the picture as SVG there; - is standard output.", metavar="FILE")
+    request: int | None = option("Which request of it (default: the first).", metavar="N")
+    sequence: int | None = option("Which of its sequences (default: 0, the best).", metavar="N")
+    step: int | None = option("As it was after this step (default: the last).", metavar="N")
 
     def run(self) -> int:
         """Draw the picture."""
@@ -89,15 +44,8 @@ class ShowTraceCommand(Command):
             write_output(trace.html(beside), self.html, "html")
             return 0
         picture = self.picture or ("text" if beside is None else "beside")
-        selection: dict[str, Any] = {
-            "request": self.request,
-            "sequence": self.sequence or 0,
-            "step": self.step,
-        }
-        if self.svg is not None:
-            write_output(trace.svg(picture, beside=beside, **selection), self.svg, "svg")
-        else:
-            terminal.write(trace.text(picture, beside=beside, **terminal_options(), **selection) + "\n")
+        where = {"request": self.request, "sequence": self.sequence or 0, "step": self.step}
+        draw(trace, picture, self.svg, beside=beside, **where)
         return 0
 
     def _check_options(self) -> None:
@@ -129,26 +77,24 @@ def load_trace(path: str) -> Trace:
         raise TraceError(message if message.startswith(path) else f"{path}: {message}") from None
 
 
-def terminal_options() -> dict[str, Any]:
-    """The width of standard output, and whether it has colours."""
+def draw(trace: Trace, picture: str, svg: str | None, **selection: Any) -> None:
+    """Write a picture to a file, or as text in the width of standard output, in colours if it has them."""
+    if svg is not None:
+        write_output(trace.svg(picture, **selection), svg, "svg")
+        return
     from rich.console import Console  # slow to import
 
     console = Console(highlight=False, markup=False)
-    return {
-        "width": console.width,
-        "colour": console.color_system not in (None, "windows") and not console.no_color,
-    }
+    colour = console.color_system not in (None, "windows") and not console.no_color
+    terminal.write(trace.text(picture, width=console.width, colour=colour, **selection) + "\n")
 
 
 def write_output(text: str, path: str, name: str) -> None:
     """Write a picture to a file or to standard output."""
     if path == STDIO:
         terminal.write(text)
-        return
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise InputError(name, f"must be a file that can be written ({error.strerror})", path) from None
+    else:
+        write_file(name, path, text)
 
 
 def reject_overwrite(target: str | None, source: str | None, name: str) -> None:
@@ -158,3 +104,19 @@ def reject_overwrite(target: str | None, source: str | None, name: str) -> None:
     with suppress(OSError):
         if Path(str(target)).samefile(str(source)):
             raise InputError(name, "must be another file than the trace", target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeCommand(Command):
+    """Show the tree of a trace: all hypotheses with scores, dropped and returned ones."""
+
+    file: str = argument("FILE", "A trace of `generate --trace`; - is standard input.")
+    svg: str | None = option("Write the picture as SVG there; - is standard output.", metavar="FILE")
+    request: int | None = option("Which request of it (default: the first).", metavar="N")
+    step: int | None = option("As it was after this step (default: the last).", metavar="N")
+
+    def run(self) -> int:
+        """Draw the tree."""
+        reject_overwrite(self.svg, self.file, "svg")
+        draw(load_trace(self.file), "tree", self.svg, request=self.request, step=self.step)
+        return 0

@@ -1,31 +1,17 @@
-"""Terminal output: results on standard output, messages on standard error."""
+"""Terminal output and exit codes: results on standard output, messages on standard error."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from unicodedata import category
 
 from descant.tokenization.display import RunningText, is_hidden
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = [
-    "UntrustedText",
-    "console",
-    "escape_control",
-    "escape_json",
-    "mute_stdout",
-    "print_error",
-    "print_info",
-    "print_lines",
-    "print_warning",
-    "write",
-    "write_untrusted",
-]
 
 
 def console() -> Console:
@@ -108,3 +94,9 @@ def mute_stdout() -> None:
         os.close(devnull)
     except (OSError, ValueError):  # standard output is not a system file: nothing to redirect
         return
+
+
+FAILURE: Final = 1
+USAGE: Final = 2
+INTERRUPTED: Final = 130  # as of shells for the signal
+BROKEN_PIPE: Final = 141

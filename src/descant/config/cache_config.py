@@ -15,13 +15,6 @@ from descant.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "QUANTIZED_BACKENDS",
-    "CacheConfig",
-    "QuantizedCacheConfig",
-    "StaticCacheConfig",
-    "as_cache_config",
-]
 
 _QUANTIZED_SETTINGS: Final = frozenset({
     "backend", "nbits", "axis_key", "axis_value", "q_group_size", "residual_length", "compute_dtype",

@@ -9,8 +9,6 @@ from typing import Any, Final
 from descant.config.fields import freeze, thaw
 from descant.errors import ConfigError
 
-__all__ = ["CompileConfig"]
-
 _FIELD: Final = "compile_config"
 _DEFAULT_MODE: Final = "reduce-overhead"
 

@@ -4,6 +4,4 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["DTYPES"]
-
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")

@@ -11,8 +11,6 @@ from typing import Any
 
 from descant.errors import DescantError
 
-__all__ = ["EXPLAINER", "DeferredExplainer"]
-
 
 class DeferredExplainer:
     """Describes in text what a config runs on a model, with the function that `load` returns."""

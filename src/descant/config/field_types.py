@@ -10,35 +10,23 @@ from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 from descant.config.fields import FieldType, FieldValueError, FrozenMap, freeze
-from descant.config.limits import MAX_TEXT_BYTES, MAX_TEXTS, texts_problem
 
-__all__ = [
-    "LARGEST_INT",
-    "FieldType",
-    "choice",
-    "constraint_objects",
-    "decay_pair",
-    "early_stopping_mode",
-    "flag",
-    "function",
-    "integer",
-    "layers",
-    "names",
-    "pattern",
-    "position_token_pairs",
-    "positive_real",
-    "real",
-    "sequence_biases",
-    "settings",
-    "strings",
-    "token",
-    "token_biases",
-    "token_or_tokens",
-    "tokens",
-    "tokens_or_texts",
-    "words",
-    "words_or_choices",
-]
+MAX_STOP_TOKENS: Final = 4_096  # of `stop_token_ids` and `eos_token_id`
+MAX_TEXTS: Final = 256  # of `stop_strings` and `dry_sequence_breakers`
+MAX_TEXT_BYTES: Final = 4_096  # of all their texts together, in UTF-8
+MAX_PHRASES: Final = 2_048  # of `banned_phrases`, which are lists of words more often
+MAX_PHRASE_BYTES: Final = 16_384
+
+
+def texts_problem(texts: tuple[str, ...], most: int = MAX_TEXTS, size: int = MAX_TEXT_BYTES) -> str | None:
+    """The bound that texts exceed, as the end of "must be ..."; None: they exceed none."""
+    if len(texts) > most:
+        return f"at most {most} texts, and these are {len(texts)}"
+    given = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    if given > size:
+        return f"at most {size} bytes of text in all, and these are {given}"
+    return None
+
 
 LARGEST_INT: Final = 2**63 - 1  # of a torch int64
 LARGEST_FLOAT: Final = 1e30  # keeps products with logits finite in float32
@@ -99,13 +87,17 @@ def _parse_text(value: Any) -> str:
     return str(value)
 
 
+def _parse_items(value: Any, parse: Callable[[Any], Any], empty: bool = False) -> tuple[Any, ...]:
+    items = tuple(parse(item) for item in _as_sequence(value))
+    _require(empty or bool(items))
+    return items
+
+
 def _parse_ids(value: Any, empty: bool = False, most: int | None = None) -> tuple[int, ...]:
     items = _as_sequence(value)
     if most is not None and len(items) > most:
         raise FieldValueError(f"at most {most} token ids, and these are {len(items)}")
-    ids = tuple(_parse_int(item) for item in items)
-    _require(empty or bool(ids))
-    return ids
+    return _parse_items(items, _parse_int, empty)
 
 
 def _check_texts(texts: tuple[str, ...], most: int = MAX_TEXTS, size: int = MAX_TEXT_BYTES) -> None:
@@ -194,13 +186,8 @@ def token_or_tokens(most: int | None = None) -> FieldType:
 
 def words() -> FieldType:
     """A list of token sequences."""
-
-    def parse(value: Any) -> tuple[tuple[int, ...], ...]:
-        sequences = tuple(_parse_ids(word) for word in _as_sequence(value))
-        _require(bool(sequences))
-        return sequences
-
-    return FieldType("list[list[int]]", "a non-empty list of non-empty lists of token ids (ints >= 0)", parse)
+    expected = "a non-empty list of non-empty lists of token ids (ints >= 0)"
+    return FieldType("list[list[int]]", expected, lambda value: _parse_items(value, _parse_ids))
 
 
 def words_or_choices() -> FieldType:
@@ -208,17 +195,12 @@ def words_or_choices() -> FieldType:
 
     def word(value: Any) -> tuple[Any, ...]:
         parts = _as_sequence(value)
-        if parts and all(isinstance(part, list | tuple) for part in parts):
-            return tuple(_parse_ids(part) for part in parts)
-        return _parse_ids(parts)
-
-    def parse(value: Any) -> tuple[Any, ...]:
-        words = tuple(word(item) for item in _as_sequence(value))
-        _require(bool(words))
-        return words
+        is_choice = bool(parts) and all(isinstance(part, list | tuple) for part in parts)
+        return _parse_items(parts, _parse_ids) if is_choice else _parse_ids(parts)
 
     expected = "a non-empty list of words, each a list of token ids or a list of such lists to choose from"
-    return FieldType("list[list[int]] | list[list[list[int]]]", expected, parse)
+    type_name = "list[list[int]] | list[list[list[int]]]"
+    return FieldType(type_name, expected, lambda value: _parse_items(value, word))
 
 
 def strings(most: int = MAX_TEXTS, size: int = MAX_TEXT_BYTES) -> FieldType:
@@ -228,8 +210,7 @@ def strings(most: int = MAX_TEXTS, size: int = MAX_TEXT_BYTES) -> FieldType:
         if isinstance(value, str):
             _check_texts((value,), most, size)
             return _parse_text(value)
-        texts = tuple(_parse_text(item) for item in _as_sequence(value))
-        _require(bool(texts))
+        texts = _parse_items(value, _parse_text)
         _check_texts(texts, most, size)
         return texts
 
@@ -253,8 +234,8 @@ def names() -> FieldType:
     """A list of distinct names."""
 
     def parse(value: Any) -> tuple[str, ...]:
-        names = tuple(_parse_text(item) for item in _as_sequence(value))
-        _require(bool(names) and len(set(names)) == len(names))
+        names = _parse_items(value, _parse_text)
+        _require(len(set(names)) == len(names))
         return names
 
     return FieldType("list[str]", "a non-empty list of distinct names", parse)
@@ -275,8 +256,8 @@ def tokens_or_texts() -> FieldType:
     """A list of token ids and of strings that tokens contain."""
 
     def parse(value: Any) -> tuple[int | str, ...]:
-        items = tuple(
-            _parse_text(item) if isinstance(item, str) else _parse_int(item) for item in _as_sequence(value)
+        items = _parse_items(
+            value, lambda item: _parse_text(item) if isinstance(item, str) else _parse_int(item), empty=True
         )
         _check_texts(tuple(item for item in items if isinstance(item, str)))
         return items
@@ -328,14 +309,12 @@ def decay_pair() -> FieldType:
 def position_token_pairs() -> FieldType:
     """Pairs of position and token. Multilingual Whisper configs have None for an open token."""
 
-    def parse(value: Any) -> tuple[tuple[int, int | None], ...]:
-        pairs = []
-        for item in _as_sequence(value):
-            position, forced_token = _as_sequence(item)
-            pairs.append((_parse_int(position), None if forced_token is None else _parse_int(forced_token)))
-        return tuple(pairs)
+    def pair(value: Any) -> tuple[int, int | None]:
+        position, forced_token = _as_sequence(value)
+        return _parse_int(position), None if forced_token is None else _parse_int(forced_token)
 
-    return FieldType("list[list[int]]", "a list of pairs [position, token id], ints >= 0", parse)
+    expected = "a list of pairs [position, token id], ints >= 0"
+    return FieldType("list[list[int]]", expected, lambda value: _parse_items(value, pair, empty=True))
 
 
 def sequence_biases() -> FieldType:
@@ -347,13 +326,10 @@ def sequence_biases() -> FieldType:
         return _parse_ids(value)
 
     def parse(value: Any) -> FrozenMap:
-        pairs = (
-            list(value.items())
-            if isinstance(value, Mapping)
-            else [tuple(_as_sequence(pair)) for pair in _as_sequence(value)]
-        )
+        listed = list(value.items()) if isinstance(value, Mapping) else value
+        pairs = _parse_items(listed, _as_sequence)
         biases = {key(sequence): _parse_float(bias) for sequence, bias in pairs}
-        _require(bool(biases) and len(biases) == len(pairs))
+        _require(len(biases) == len(pairs))
         return FrozenMap(biases)
 
     expected = (
@@ -382,8 +358,7 @@ def constraint_objects() -> FieldType:
     """A list of hashable constraint objects."""
 
     def parse(value: Any) -> tuple[Any, ...]:
-        constraints = tuple(_as_sequence(value))
-        _require(bool(constraints))
+        constraints = _parse_items(value, lambda constraint: constraint)
         hash(constraints)
         return constraints
 

@@ -10,21 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, dataclass_transform
 
 from descant.errors import ConfigError
-
-__all__ = [
-    "Field",
-    "FieldType",
-    "FieldValueError",
-    "FrozenMap",
-    "NoOffValue",
-    "RedactedMap",
-    "field",
-    "freeze",
-    "thaw",
-]
 
 
 class FrozenMap(Mapping[Any, Any]):
@@ -91,7 +79,7 @@ def thaw(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FieldType:
-    """What a field accepts.
+    """The values that a field accepts.
 
     `parse` returns the stored value or raises any exception. The user sees "must be {expected}", unless the
     exception is a `FieldValueError`, whose text then replaces `expected`.
@@ -117,7 +105,9 @@ class Field:
     doc: str
     off: Any
     name: str = ""
-    unsupported: bool = False
+    is_drafter: bool = False  # its value selects what drafts tokens
+    needs: tuple[str, ...] = ()  # fields without whose values this one has no effect
+    setting: str = ""  # of a needed field, as an error suggests it; empty: by the field's type
 
     @property
     def type(self) -> str:
@@ -145,6 +135,57 @@ class Field:
         return type(value) if self.kind.is_secret else value
 
 
-def field(*, default: Any, kind: FieldType, group: str, doc: str, off: Any = None) -> Any:
-    """Declare a field of a config class. `off` is the value that None stands for; unset, the default."""
-    return Field(kind, default, group, doc, default if off is None else off)
+GROUP_NEEDS: Final[Mapping[str, tuple[str, ...]]] = {"sampling": ("do_sample",), "beams": ("num_beams",)}
+
+
+def field(*, default: Any, kind: FieldType, group: str, doc: str, off: Any = None, **facts: Any) -> Any:
+    """Declare a field of a config class. `off` is the value that None stands for; unset, the default.
+
+    `facts` are the remaining attributes of `Field`. A field of a group in `GROUP_NEEDS` needs what the group
+    needs, unless it says otherwise.
+    """
+    facts.setdefault("needs", GROUP_NEEDS.get(group, ()))
+    return Field(kind, default, group, doc, default if off is None else off, **facts)
+
+
+EMPTY_MAP: Final = FrozenMap()
+
+
+class ParameterStorage:
+    """Slots of a config: the given values, the source of each, unknown entries, and values set aside."""
+
+    __slots__ = ("__weakref__", "_extra", "_sources", "_unused", "_values")
+    _values: dict[str, Any]
+    _sources: dict[str, str]
+    _extra: FrozenMap
+    _unused: FrozenMap
+
+
+@dataclass_transform(kw_only_default=True, field_specifiers=(field,))
+class StoredParameters(ParameterStorage):
+    """Base of `Parameters`; type checkers see the declared fields as keyword-only."""
+
+    __slots__ = ()
+
+    def __init__(self, **given: Any) -> None:
+        self._set_state(self._parse_given(given), {})
+        self.__post_init__()
+
+    def _parse_given(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The stored values of the constructor's arguments."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        """Validation hook of a subclass, called once the values are set."""
+
+    def _set_state(
+        self,
+        values: dict[str, Any],
+        sources: dict[str, str],
+        extra: FrozenMap = EMPTY_MAP,
+        unused: FrozenMap = EMPTY_MAP,
+    ) -> None:
+        object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_sources", sources)
+        object.__setattr__(self, "_extra", extra)
+        object.__setattr__(self, "_unused", unused)

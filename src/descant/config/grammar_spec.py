@@ -10,8 +10,6 @@ from typing import Any, Final
 from descant.config.fields import FieldType, FieldValueError, FrozenMap, freeze
 from descant.errors import MissingExtra
 
-__all__ = ["GRAMMAR_BACKENDS", "GRAMMAR_KINDS", "GrammarSpec", "grammar_spec"]
-
 GRAMMAR_KINDS: Final = ("json_schema", "json", "regex", "choice", "grammar", "tools")
 GRAMMAR_BACKENDS: Final = ("auto", "llguidance", "xgrammar")
 TOOL_CHOICES: Final = ("auto", "required")
@@ -51,7 +49,7 @@ class GrammarSpec(FrozenMap):
 
     @property
     def content(self) -> str:
-        """What it accepts, as JSON text: the same for two specs that differ in their options only."""
+        """The accepted texts, as JSON: the same for two specs that differ in their options only."""
         return _dump({name: value for name, value in self.items() if name not in _OPTIONS})
 
     @property

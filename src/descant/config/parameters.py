@@ -8,13 +8,10 @@ from typing import Any, Final
 from descant.config import field_types as types
 from descant.config.cache_config import CacheConfig, as_cache_config
 from descant.config.compile_config import CompileConfig
-from descant.config.fields import FrozenMap, NoOffValue, field
+from descant.config.field_types import MAX_PHRASE_BYTES, MAX_PHRASES, MAX_STOP_TOKENS
+from descant.config.fields import FrozenMap, NoOffValue, StoredParameters, field
 from descant.config.grammar_spec import grammar_spec
-from descant.config.limits import MAX_PHRASE_BYTES, MAX_PHRASES, MAX_STOP_TOKENS
-from descant.config.storage import StoredParameters
 from descant.config.watermarking_config import BaseWatermarkingConfig, as_watermarking_config
-
-__all__ = ["CACHE_IMPLEMENTATIONS", "DEFAULT_NEW_TOKENS", "GROUPS", "STEP_OUTPUT_FIELDS", "Parameters"]
 
 DEFAULT_NEW_TOKENS: Final = 20  # when no length is given at any level
 
@@ -107,10 +104,10 @@ class Parameters(StoredParameters):
         default=None, kind=types.integer(), group="strategy",
         doc="Maximum number of thinking tokens, after which `thinking_end` is forced.")
     thinking_start: Sequence[int] | None = field(
-        default=None, kind=types.tokens(empty=True), group="strategy",
+        default=None, kind=types.tokens(empty=True), group="strategy", needs=("thinking_budget",),
         doc="Tokens that start thinking; if unset, thinking starts with the first new token.")
     thinking_end: Sequence[int] | None = field(
-        default=None, kind=types.tokens(), group="strategy",
+        default=None, kind=types.tokens(), group="strategy", needs=("thinking_budget",),
         doc="Tokens that end thinking.")
 
     # -- beams
@@ -125,7 +122,7 @@ class Parameters(StoredParameters):
         default=1, kind=types.integer(1), group="beams",
         doc="Number of beam groups for diverse beam search.")
     diversity_penalty: float = field(
-        default=0.0, kind=types.real(0.0), group="beams",
+        default=0.0, kind=types.real(0.0), group="beams", needs=("num_beams", "num_beam_groups"),
         doc="Subtracted from a token's score for each earlier group that selected it at the same step.")
     constraints: Sequence[Any] | None = field(
         default=None, kind=types.constraint_objects(), group="beams",
@@ -140,7 +137,7 @@ class Parameters(StoredParameters):
         default=0, kind=types.integer(), group="beams",
         doc="Minimum number of tokens between the end of one constraint and the start of the next.")
     low_memory: bool | None = field(
-        default=None, kind=types.flag(), group="beams",
+        default=None, kind=types.flag(), group="beams", needs=(),
         doc="Run beams or candidates sequentially, to save memory.")
 
     # -- sampling
@@ -178,25 +175,27 @@ class Parameters(StoredParameters):
         default=0.0, kind=types.real(0.0, 1.0), group="sampling",
         doc="Probability of removing all but the least likely of the tokens above `xtc_threshold`.")
     xtc_threshold: float = field(
-        default=0.1, off=NoOffValue, kind=types.real(0.0, 1.0), group="sampling",
+        default=0.1, off=NoOffValue, kind=types.real(0.0, 1.0), group="sampling", needs=("xtc_probability",),
         doc="Minimum probability of a top choice for XTC.")
     dynamic_temperature_range: float = field(
         default=0.0, kind=types.real(0.0), group="sampling",
         doc="How far the temperature moves with the entropy, below and above `temperature`.")
     dynamic_temperature_exponent: float = field(
         default=1.0, off=NoOffValue, kind=types.positive_real(), group="sampling",
+        needs=("dynamic_temperature_range",),
         doc="Exponent of the relative entropy in the dynamic temperature.")
     mirostat_tau: float | None = field(
         default=None, kind=types.real(0.0, open_low=True), group="sampling",
         doc="Target surprise of mirostat, in bits per token.")
     mirostat_eta: float = field(
-        default=0.1, off=NoOffValue, kind=types.real(0.0, 1.0), group="sampling",
+        default=0.1, off=NoOffValue, kind=types.real(0.0, 1.0), group="sampling", needs=("mirostat_tau",),
         doc="Learning rate of mirostat.")
     adaptive_p_target: float | None = field(
         default=None, kind=types.real(0.0, 1.0), group="sampling",
         doc="Target probability of the selected tokens for adaptive-p.")
     adaptive_p_decay: float = field(
         default=0.9, off=NoOffValue, kind=types.real(0.0, 0.99), group="sampling",
+        needs=("adaptive_p_target",),
         doc="Decay of the running average of adaptive-p.")
 
     # -- penalties, bans and biases
@@ -207,7 +206,7 @@ class Parameters(StoredParameters):
         default=0, kind=types.integer(), group="penalties",
         doc="Length of the n-grams that may occur only once; 0 bans none.")
     no_repeat_ngram_window: int = field(
-        default=0, kind=types.integer(), group="penalties",
+        default=0, kind=types.integer(), group="penalties", needs=("no_repeat_ngram_size",),
         doc="Number of last tokens that `no_repeat_ngram_size` looks at; 0 is all.")
     presence_penalty: float = field(
         default=0.0, kind=types.real(-2.0, 2.0), group="penalties",
@@ -220,15 +219,16 @@ class Parameters(StoredParameters):
         doc="Weight of the DRY penalty against continuing a repeat; 0 is none.")
     dry_base: float = field(
         default=1.75, off=NoOffValue, kind=types.real(1.0, 100.0), group="penalties",
+        needs=("dry_multiplier",),
         doc="Factor by which the DRY penalty grows with each token of the repeat.")
     dry_allowed_length: int = field(
-        default=2, off=NoOffValue, kind=types.integer(1), group="penalties",
+        default=2, off=NoOffValue, kind=types.integer(1), group="penalties", needs=("dry_multiplier",),
         doc="Maximum length of a repeat without DRY penalty.")
     dry_range: int = field(
-        default=0, kind=types.integer(), group="penalties",
+        default=0, kind=types.integer(), group="penalties", needs=("dry_multiplier",),
         doc="Number of last tokens that DRY looks at; 0 is all.")
     dry_sequence_breakers: Sequence[int | str] | None = field(
-        default=None, kind=types.tokens_or_texts(), group="penalties",
+        default=None, kind=types.tokens_or_texts(), group="penalties", needs=("dry_multiplier",),
         doc="Tokens that end a repeat: ids, or texts that they contain (at most 256; needs `tokenizer`).")
     logit_bias: Mapping[int, float] | None = field(
         default=None, kind=types.token_biases(), group="penalties",
@@ -283,20 +283,20 @@ class Parameters(StoredParameters):
         default=False, kind=types.flag(), group="output",
         doc="Return an output object instead of the token tensor alone.")
     output_scores: bool = field(
-        default=False, kind=types.flag(), group="output",
+        default=False, kind=types.flag(), group="output", needs=("return_dict_in_generate",),
         doc="Also return each step's scores after the processors.")
     output_logits: bool | None = field(
-        default=None, kind=types.flag(), group="output",
+        default=None, kind=types.flag(), group="output", needs=("return_dict_in_generate",),
         doc="Also return each step's logits before the processors.")
     logprobs: int | None = field(
         default=None, kind=types.integer(), group="output",
         doc="Also return each token's log-probability before and after the processors, and this many of "
         "the most likely tokens at its position.")
     output_attentions: bool = field(
-        default=False, kind=types.flag(), group="output",
+        default=False, kind=types.flag(), group="output", needs=("return_dict_in_generate",),
         doc="Also return the attention weights of every layer.")
     output_hidden_states: bool = field(
-        default=False, kind=types.flag(), group="output",
+        default=False, kind=types.flag(), group="output", needs=("return_dict_in_generate",),
         doc="Also return the hidden states of every layer.")
 
     # -- encoder-decoder
@@ -337,20 +337,20 @@ class Parameters(StoredParameters):
         default=0.4, off=NoOffValue, kind=types.real(0.0, 1.0), group="speculation",
         doc="The draft model stops drafting below this confidence.")
     prompt_lookup_num_tokens: int | None = field(
-        default=None, kind=types.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation", is_drafter=True,
         doc="Draft up to this many tokens by copying what followed the same n-gram before.")
     max_matching_ngram_size: int | None = field(
-        default=None, kind=types.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation", needs=("prompt_lookup_num_tokens",),
         doc="Longest n-gram that prompt lookup matches; 2 if unset.")
     suffix_lookup_num_tokens: int | None = field(
-        default=None, kind=types.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation", is_drafter=True,
         doc="Draft up to this many tokens by copying what followed the longest repeated suffix.")
     suffix_lookup_shared: bool = field(
-        default=False, kind=types.flag(), group="speculation",
+        default=False, kind=types.flag(), group="speculation", needs=("suffix_lookup_num_tokens",),
         doc="Also look up suffixes in the outputs of earlier requests with the same salt. The acceptance of "
         "drafts then depends on those requests, which is a side channel.")
     assistant_early_exit: int | None = field(
-        default=None, kind=types.integer(1), group="speculation",
+        default=None, kind=types.integer(1), group="speculation", is_drafter=True,
         doc="Draft with the model's own first layers, up to this one.")
     assistant_lookbehind: int = field(
         default=10, off=NoOffValue, kind=types.integer(1), group="speculation",
@@ -372,7 +372,7 @@ class Parameters(StoredParameters):
         default=None, kind=types.choice(*CACHE_IMPLEMENTATIONS), group="cache",
         doc="Name of the cache; chosen by the model if unset.")
     cache_config: CacheConfig | Mapping[str, Any] | None = field(
-        default=None, kind=types.settings(as_cache_config), group="cache",
+        default=None, kind=types.settings(as_cache_config), group="cache", needs=("cache_implementation",),
         doc="Settings of the cache.")
     return_legacy_cache: bool | None = field(
         default=None, kind=types.flag(), group="cache",
@@ -382,6 +382,7 @@ class Parameters(StoredParameters):
         doc="Chunk size of the prefill, in tokens.")
     compile_config: CompileConfig | Mapping[str, Any] | None = field(
         default=None, kind=types.settings(CompileConfig.of), group="cache",
+        needs=("cache_implementation",), setting='cache_implementation="static"',
         doc="Settings for compiling the model's forward.")
     disable_compile: bool = field(
         default=False, kind=types.flag(), group="cache",

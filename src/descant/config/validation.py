@@ -7,23 +7,12 @@ config is validated both alone and merged with the other levels.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations
 from typing import Any, Final
 
-from descant.config.fields import NoOffValue
 from descant.config.parameters import DEFAULT_NEW_TOKENS, STEP_OUTPUT_FIELDS
-from descant.config.registry import FIELDS, UNSUPPORTED
-from descant.errors import ConfigError, NotInThisVersion, format_value
-
-__all__ = [
-    "INCOMPATIBLE",
-    "TOLERATED",
-    "drop_unused",
-    "unused_warning",
-    "validate_compatibility",
-    "validate_consistency",
-    "validate_merged",
-    "validate_supported",
-]
+from descant.config.registry import DRAFTER_FIELDS, FIELDS
+from descant.errors import ConfigError, format_value
 
 Values = dict[str, Any]
 Sources = Mapping[str, str]
@@ -31,55 +20,24 @@ Sources = Mapping[str, str]
 LENGTH_PAIRS: Final = (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length"))
 SOURCE_PRIORITY: Final = {"call": 0, "argument": 1, "model": 2}
 
-# Fields that only one mode reads: (fields, the field that selects the mode, its value when off, the fix).
-DEPENDS_ON: Final = (
-    (
-        (
-            "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff",
-            "top_n_sigma", "p_less", "xtc_probability", "dynamic_temperature_range", "mirostat_tau",
-            "adaptive_p_target",
-        ),
-        "do_sample", False, "set do_sample=True or leave it out",
-    ),
-    (("xtc_threshold",), "xtc_probability", 0.0, "set xtc_probability or leave it out"),
-    (
-        ("dynamic_temperature_exponent",), "dynamic_temperature_range", 0.0,
-        "set dynamic_temperature_range or leave it out",
-    ),
-    (("mirostat_eta",), "mirostat_tau", None, "set mirostat_tau or leave it out"),
-    (("adaptive_p_decay",), "adaptive_p_target", None, "set adaptive_p_target or leave it out"),
-    (
-        ("max_matching_ngram_size",), "prompt_lookup_num_tokens", None,
-        "set prompt_lookup_num_tokens or leave it out",
-    ),
-    (
-        ("suffix_lookup_shared",), "suffix_lookup_num_tokens", None,
-        "set suffix_lookup_num_tokens or leave it out",
-    ),
-    (("no_repeat_ngram_window",), "no_repeat_ngram_size", 0, "set no_repeat_ngram_size or leave it out"),
-    (
-        ("dry_base", "dry_allowed_length", "dry_range", "dry_sequence_breakers"), "dry_multiplier", 0.0,
-        "set dry_multiplier or leave it out",
-    ),
-    (
-        ("thinking_start", "thinking_end"), "thinking_budget", None,
-        "set thinking_budget or leave it out",
-    ),
-    (
-        (
-            "early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty", "constraints",
-            "force_words_ids", "ordered_constraints", "constraint_gap",
-        ),
-        "num_beams", 1, "set num_beams > 1 or leave it out",
-    ),
-    (("diversity_penalty",), "num_beam_groups", 1, "set num_beam_groups > 1 or leave it out"),
-    (("cache_config",), "cache_implementation", None, "set cache_implementation or leave it out"),
-    (("compile_config",), "cache_implementation", None, 'set cache_implementation="static" or leave it out'),
-    (
-        STEP_OUTPUT_FIELDS,
-        "return_dict_in_generate", False, "set return_dict_in_generate=True or leave it out",
-    ),
-)  # fmt: skip
+# Fields that only one mode reads: (fields, the field that selects the mode, its value when off, what to set).
+Dependency = tuple[tuple[str, ...], str, Any, str]
+
+
+def _dependencies() -> tuple[Dependency, ...]:
+    """The fields that need the value of another one, as they say themselves; those of sampling first."""
+    readers: dict[tuple[str, str], list[str]] = {("do_sample", "do_sample=True"): []}
+    for name, field in FIELDS.items():
+        for mode in field.needs:
+            off = FIELDS[mode].default
+            by_type = f"{mode}=True" if off is False else f"{mode} > 1" if off == 1 else mode
+            readers.setdefault((mode, field.setting or by_type), []).append(name)
+    return tuple(
+        (tuple(names), mode, FIELDS[mode].default, setting) for (mode, setting), names in readers.items()
+    )
+
+
+DEPENDS_ON: Final = _dependencies()
 
 # Values without effect that transformers 4.52.4 ignores, most of them with a warning.
 TOLERATED: Final = frozenset({
@@ -104,16 +62,14 @@ INCOMPATIBLE: Final = (
     ),
     *(
         (name, other, why)
-        for name in ("prompt_lookup_num_tokens", "suffix_lookup_num_tokens", "assistant_early_exit")
+        for name in DRAFTER_FIELDS
         for other, why in (
             ("num_beams", "drafts are not supported with beam search"),
             ("penalty_alpha", "drafts are not supported with contrastive search"),
             ("banned_phrases", "drafts are not supported with backtracking"),
         )
     ),
-    ("suffix_lookup_num_tokens", "prompt_lookup_num_tokens", "a row has one drafter"),
-    ("assistant_early_exit", "prompt_lookup_num_tokens", "a row has one drafter"),
-    ("assistant_early_exit", "suffix_lookup_num_tokens", "a row has one drafter"),
+    *((later, name, "a row has one drafter") for name, later in combinations(DRAFTER_FIELDS, 2)),
     (
         "assistant_early_exit", "guidance_scale",
         "guidance caches two sequences per row, of which the truncated model reads one",
@@ -169,7 +125,7 @@ def drop_unused(values: Values, sources: dict[str, str], *, lenient: bool = Fals
         from_model = next((name for name in (first, second) if sources.get(name) == "model"), None)
         if from_model is not None and {sources.get(first), sources.get(second)} != {"model"}:
             drop(from_model)
-    for names, mode_field, off_value, fix in DEPENDS_ON:
+    for names, mode_field, off_value, setting in DEPENDS_ON:
         if _effective_value(values, mode_field) != off_value:
             continue
         for name in names:
@@ -178,7 +134,8 @@ def drop_unused(values: Values, sources: dict[str, str], *, lenient: bool = Fals
             if name == "top_k" and _is_active(values, "penalty_alpha"):  # contrastive search reads it too
                 continue
             if not is_allowed(name):
-                raise ConfigError(name, _unused_text(mode_field, off_value), values[name], fix)
+                do = f"set {setting} or leave it out"
+                raise ConfigError(name, _unused_text(mode_field, off_value), values[name], do)
             drop(name)
     for name in ("ordered_constraints", "constraint_gap"):
         if _is_active(values, name) and not (
@@ -198,10 +155,10 @@ def drop_unused(values: Values, sources: dict[str, str], *, lenient: bool = Fals
 
 
 def unused_warning(name: str, value: Any) -> str:
-    """What a lenient config says of a value that it has ignored."""
+    """The warning of a lenient config about a value that it has ignored."""
     reasons = (
-        (_unused_text(mode_field, off_value), fix)
-        for names, mode_field, off_value, fix in DEPENDS_ON
+        (_unused_text(mode_field, off_value), f"set {setting} or leave it out")
+        for names, mode_field, off_value, setting in DEPENDS_ON
         if name in names
     )
     reason, fix = next(reasons, (_UNUSED_LOW_MEMORY, "leave it out"))
@@ -227,20 +184,6 @@ def validate_compatibility(values: Values, sources: Sources) -> None:
         if _is_active(values, first) and _is_active(values, second):
             must = f"cannot be combined with `{second}`{_source_note(first, sources)}, since {reason}"
             raise ConfigError((first, second), must, values[first], "choose one of them")
-
-
-def validate_supported(values: Values, sources: Sources | None = None) -> None:
-    """Raise for a value that requests a method that is not implemented."""
-    for name, unsupported in UNSUPPORTED.items():
-        if name not in values or values[name] in unsupported.no_op_values:
-            continue
-        do = "leave it unset"
-        if sources:
-            off = FIELDS[name].off
-            do = f"pass {name}={FIELDS[name].default if off is NoOffValue else off!r} to switch it off"
-        note = _source_note(name, sources or {})
-        must = f"is not supported in this version of Descant ({unsupported.reason}){note}"
-        raise NotInThisVersion(name, must, values[name], do)
 
 
 def validate_consistency(values: Values, sources: Sources | None = None) -> None:

@@ -13,15 +13,6 @@ from descant.config.fields import RedactedMap, thaw
 from descant.core.atomic_file import write_text
 from descant.errors import ConfigError, DescantError
 
-__all__ = [
-    "PUBLIC_KEYS",
-    "BaseWatermarkingConfig",
-    "GumbelWatermarkingConfig",
-    "SynthIDTextWatermarkingConfig",
-    "WatermarkingConfig",
-    "as_watermarking_config",
-]
-
 _FIELD: Final = "watermarking_config"
 SEEDING_SCHEMES: Final = ("lefthash", "selfhash")
 _MAX_TABLE_SIZE: Final = 2**24
@@ -121,8 +112,7 @@ class WatermarkingConfig(BaseWatermarkingConfig):
     def __post_init__(self) -> None:
         _check_number(self, "greenlist_ratio", 0.0, 1.0)
         if not 0.0 < self.greenlist_ratio < 1.0:
-            must = "must have a `greenlist_ratio` > 0 and < 1"
-            raise ConfigError(_FIELD, must, self.greenlist_ratio)
+            raise ConfigError(_FIELD, "must have a `greenlist_ratio` > 0 and < 1", self.greenlist_ratio)
         _check_number(self, "bias", -1e4, 1e4)
         _check_integer(self, "hashing_key", 1)
         if self.seeding_scheme not in SEEDING_SCHEMES:
@@ -228,3 +218,6 @@ def _check_integer(settings: BaseWatermarkingConfig, name: str, low: int, high: 
     if type(value) is not int or not low <= value <= high:
         must = f"must have an integer between {low} and {high} as `{name}`"
         raise ConfigError(_FIELD, must, type(value) if name in RedactedMap.SECRET_KEYS else value)
+
+
+SCHEMES: Final = ("green", "selfhash", "synthid", "gumbel")

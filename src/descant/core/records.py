@@ -10,14 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from descant.core.cache_interfaces import RowCache
-from descant.core.context import Context, RowParams, row_params
-from descant.core.processor_interfaces import Processor
+from descant.core.context import Context, Processor, RowParams, row_params
 from descant.core.rows import Column, Rows, index_rows
 
 __all__ = [
     "Context",
-    "DraftContext",
     "ForwardOutput",
     "Hypothesis",
     "Logprobs",
@@ -25,6 +22,7 @@ __all__ = [
     "ProcessorTrace",
     "Proposal",
     "RecordedLines",
+    "RequestFault",
     "RowParams",
     "Selection",
     "Speculation",
@@ -71,15 +69,6 @@ class Proposal(NamedTuple):
         return counts if index is None else counts[index]
 
 
-class DraftContext(NamedTuple):
-    """What a strategy offers its drafter."""
-
-    # Processed scores [R, V] of logits [R, V] after the group's rows, which may have more tokens by then.
-    process: Callable[[Rows, Tensor], Tensor]
-    cache: RowCache  # of the table
-    row_index: Tensor | None = None  # [R] (host) the group's rows in the table; None: all
-
-
 class ForwardOutput(NamedTuple):
     """The output of a forward: `logits[:, j]` predicts what follows draft `j - 1`; `logits[:, 0]` the row.
 
@@ -124,7 +113,7 @@ class Speculation(NamedTuple):
 
     @property
     def saved_forwards(self) -> int:
-        """How many more forwards it would have taken without drafts."""
+        """The number of forwards that drafts have saved."""
         return sum(self.accepted)
 
     @property
@@ -212,3 +201,14 @@ class Observation(NamedTuple):
     output: ForwardOutput
     recorded_lines: RecordedLines | None = None
     processor_traces: Sequence[ProcessorTrace] = ()  # for observers, if the session traces
+
+
+class RequestFault(Exception):
+    """Requests that cannot take part in a step, each with its error; nothing of the step has happened.
+
+    The engine fails these requests, and makes the step again without them.
+    """
+
+    def __init__(self, errors: Mapping[int, Exception]) -> None:
+        super().__init__(*errors.values())
+        self.errors = errors

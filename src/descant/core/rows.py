@@ -4,27 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-
-__all__ = [
-    "Column",
-    "Rows",
-    "UniformLength",
-    "concat_columns",
-    "concat_padded",
-    "index_rows",
-    "new_rows_column",
-    "pad_right",
-    "stable_row_order",
-    "take_rows",
-    "uniform_value",
-]
 
 _versions = count(1)
 _FEW_ROWS = 16
@@ -143,8 +130,9 @@ class UniformLength(NamedTuple):
 
 @dataclass
 class Rows:
-    """The batch. Tokens are on the model's device; what steers the loop is on the host.
+    """The batch as a table, one hypothesis a row.
 
+    Tokens are on the model's device; what steers the loop is on the host.
     The next position of a row is `offset + length`: `offset` positions were fed as embeddings and have no
     token, `length` have one. The cache holds the first `cached_length` positions; the rest are pending.
     `version` changes when rows of other requests are added, removed or moved, so that whatever depends on
@@ -162,8 +150,6 @@ class Rows:
     version: object = field(default_factory=lambda: next(_versions))
 
     HOST_FIELDS = ("length", "cached_length", "offset", "prompt_length", "request", "slot")
-    _UNKNOWN = UniformLength(-1, -1)
-    _uniform_length: ClassVar[UniformLength | None] = _UNKNOWN
 
     def __len__(self) -> int:
         return self.length.shape[0]  # `len` of a tensor is several times slower
@@ -178,16 +164,14 @@ class Rows:
         """The number of positions of each row that the cache does not hold yet [R]."""
         return self.position - self.cached_length
 
-    @property
+    @cached_property
     def uniform_length(self) -> UniformLength | None:
         """The lengths, if equal in all rows; computed once, since most steps move all rows by one."""
-        if self._uniform_length is Rows._UNKNOWN:
-            result, length = None, uniform_value(self.length)
-            if length is not None and not self.offset.numpy().any():
-                cached = uniform_value(self.cached_length)
-                result = None if cached is None else UniformLength(length, cached)
-            vars(self)["_uniform_length"] = result
-        return self._uniform_length
+        length = uniform_value(self.length)
+        if length is None or self.offset.numpy().any():
+            return None
+        cached = uniform_value(self.cached_length)
+        return None if cached is None else UniformLength(length, cached)
 
     def column(self, name: str) -> Tensor:
         """The tensor column of that name [R, ...]."""
@@ -203,7 +187,9 @@ class Rows:
         """
         index = parents.numpy()
         # Numpy: torch takes twice as long to index a short column.
-        host = {name: torch.from_numpy(getattr(self, name).numpy()[index]) for name in self.HOST_FIELDS}
+        host = {}
+        for name in self.HOST_FIELDS:
+            host[name] = torch.from_numpy(getattr(self, name).numpy()[index])
         same_requests = torch.equal(host["request"], self.request)
         columns: dict[str, Tensor | Column] = {}
         for name, value in self.columns.items():
@@ -215,8 +201,8 @@ class Rows:
                 columns[name] = value if same_requests and value.is_per_request else value.take(parents)
         version = self.version if same_requests else next(_versions)
         taken = Rows(index_rows(self.tokens, parents), **host, columns=columns, version=version)
-        if self._uniform_length is not None:  # then it holds for any of the rows; else it may hold for some
-            vars(taken)["_uniform_length"] = self._uniform_length
+        if vars(self).get("uniform_length") is not None:  # then it holds for any of the rows
+            vars(taken)["uniform_length"] = self.uniform_length
         return taken
 
     def cat(self, other: Rows) -> Rows:
@@ -242,7 +228,7 @@ class Rows:
             return self.replace(**fields)
         width = tokens.shape[1]
         store = self._with_capacity(int(self.length.numpy().max()) + width)
-        index = self.length.to(store.device)[:, None]
+        index = (self.length if store.is_cpu else device_length(self))[:, None]
         if width != 1:
             index = index + torch.arange(width, device=store.device)
         return self.replace(tokens=store.scatter_(1, index, tokens), length=length, **fields)
@@ -252,17 +238,23 @@ class Rows:
 
         The returned rows share the token store with these, unless it had to grow.
         """
-        uniform = self.uniform_length if len(self) else None
+        uniform = self.uniform_length if self.length.shape[0] else None
         if uniform is None:
+            if not self.tokens.is_cpu:
+                fields["device_length"] = device_length(self) + 1
             return self.append(tokens[:, None], self.length + 1, cached_length=self.position, **fields)
-        store = self._with_capacity(uniform.length + 1)
+        length, store = uniform.length, self.tokens
+        if length >= store.shape[1]:
+            store = self._with_capacity(length + 1)
         if store.is_cpu and tokens.is_cpu:
-            store.numpy()[:, uniform.length] = tokens.numpy()
+            store.numpy()[:, length] = tokens.numpy()
         else:
-            store.select(1, uniform.length).copy_(tokens)
-        now = UniformLength(uniform.length + 1, uniform.length)
+            store.select(1, length).copy_(tokens)
+        if "device_length" in vars(self):
+            fields["device_length"] = device_length(self) + 1
+        now = UniformLength(length + 1, length)
         return self.replace(
-            tokens=store, length=self.length + 1, cached_length=self.length, _uniform_length=now, **fields
+            tokens=store, length=self.length + 1, cached_length=self.length, uniform_length=now, **fields
         )
 
     def replace(self, **fields: Any) -> Rows:
@@ -271,7 +263,9 @@ class Rows:
         values = vars(new)
         values.update(vars(self))
         if "length" in fields or "cached_length" in fields or "offset" in fields:
-            values.pop("_uniform_length", None)
+            values.pop("uniform_length", None)
+        if "length" in fields:
+            values.pop("device_length", None)
         values.update(fields)
         return new
 
@@ -283,3 +277,12 @@ class Rows:
         grown = self.tokens.new_zeros(len(self), max(need, have + have // 2))
         grown[:, :have] = self.tokens
         return grown
+
+
+def device_length(rows: Rows) -> Tensor:
+    """The length of each row on the device of its tokens [R]; steps of one token do not copy it again."""
+    memo = vars(rows)
+    if "device_length" not in memo:
+        memo["device_length"] = rows.length.to(rows.tokens.device, non_blocking=True)
+    length: Tensor = memo["device_length"]
+    return length

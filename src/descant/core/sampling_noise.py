@@ -10,11 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from descant.core.context import row_params
-from descant.core.counter_rng import UINT32_MASK, counter_bits, murmur_mix
+from descant.core.context import UINT32_MASK, counter_bits, murmur_mix, row_params
 from descant.core.rows import Rows, index_rows
-
-__all__ = ["SamplingNoise", "keyed_exponential", "keyed_normal"]
 
 
 def keyed_exponential(
@@ -24,8 +21,8 @@ def keyed_exponential(
 
     The first three are on the host [R]. They are counter-based: the same in any batch, order or device.
     """
-    first, second = (part[:, None].to(device, non_blocking=True) for part in _row_keys(seed, slot, position))
-    return _exponential(first, second, torch.arange(size, device=device))
+    keys = torch.stack(_row_keys(seed, slot, position)).to(device, non_blocking=True)[..., None]
+    return _exponential(keys[0], keys[1], torch.arange(size, device=device))
 
 
 def keyed_normal(seed: Tensor, slot: Tensor, position: Tensor, size: int) -> Tensor:
@@ -40,9 +37,9 @@ def keyed_normal(seed: Tensor, slot: Tensor, position: Tensor, size: int) -> Ten
 
 
 def _row_keys(seed: Tensor, slot: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """What the variables of each row depend on [R] (host)."""
+    """The two keys of the variables of each row [R] (host)."""
     first = counter_bits(seed, slot, position)
-    return first, murmur_mix((first + 0x2545F491) & UINT32_MASK)
+    return first, torch.from_numpy(murmur_mix((first.numpy() + 0x2545F491) & UINT32_MASK))
 
 
 def _exponential(first: Tensor, second: Tensor, index: Tensor) -> Tensor:
@@ -53,7 +50,8 @@ def _exponential(first: Tensor, second: Tensor, index: Tensor) -> Tensor:
 
 def _indexed_bits(first: Tensor, second: Tensor, index: Tensor) -> Tensor:
     """32 bits for each of these indices, of rows with these keys."""
-    return murmur_mix(murmur_mix((index * 0x9E3779B1 + first) & UINT32_MASK) ^ second)
+    bits: Tensor = murmur_mix(murmur_mix((index * 0x9E3779B1 + first) & UINT32_MASK) ^ second)
+    return bits
 
 
 class SamplingNoise:

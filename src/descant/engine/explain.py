@@ -8,30 +8,26 @@ from typing import Any
 
 from descant.config.generation_config import DEFAULT_NEW_TOKENS, FIELDS, GenerationConfig
 from descant.core.interfaces import Drafter, Model
-from descant.decoding.processors.pipeline import (
+from descant.decoding.pipeline import (
     LOGITS_WARPERS,
     PROCESSOR_SPECS,
     ProcessorSpec,
     end_token_ids,
     processor_order,
 )
-from descant.engine.cache_factory import cache_name
-from descant.engine.config_checks import has_own_length
-from descant.engine.drafter_factory import DraftInputs, describe_drafter
-from descant.engine.planner import (
+from descant.engine.planning.cache_factory import cache_name
+from descant.engine.planning.drafter_factory import DraftInputs, describe_drafter, drafter_spec
+from descant.engine.planning.planner import (
     WRAPPERS,
     DecodingPlan,
     as_model,
     choose_cache,
-    drafter_spec,
     make_plan,
 )
-from descant.engine.strategy_choice import strategy_name
+from descant.engine.planning.strategy_choice import has_own_length, strategy_name
 from descant.errors import MissingExtra, RowError, format_value
 from descant.models.fast_paths import fast_paths
 from descant.trace.records import RequestRecord
-
-__all__ = ["explain_config", "no_candidates_error", "request_record"]
 
 
 def explain_config(config: GenerationConfig, model: object = None) -> str:
@@ -60,7 +56,8 @@ def explain_config(config: GenerationConfig, model: object = None) -> str:
     drafter = describe_drafter(merged)
     lines += [f"drafts      {drafter}"] if drafter else []
     lines.append(
-        "processors  " + (", ".join(_describe_processor(one, merged) for one in processors) or "none")
+        "processors  "
+        + (", ".join(_describe_processor(processor, merged) for processor in processors) or "none")
     )
     lines.append("stops       " + ", ".join(_describe_stops(merged, has_sound)))
     if plan is not None:
@@ -78,7 +75,11 @@ def explain_config(config: GenerationConfig, model: object = None) -> str:
 
 
 def request_record(
-    number: int, prompt: Sequence[int], plan: DecodingPlan, processors: Sequence[str], drafter: Drafter | None
+    request_id: int,
+    prompt: Sequence[int],
+    plan: DecodingPlan,
+    processors: Sequence[str],
+    drafter: Drafter | None,
 ) -> RequestRecord:
     """The trace record of a request with these processors; the tracer sets its root."""
     config, recipe, constraints = plan.config, plan.recipe, plan.method_params.get("constraint_state")
@@ -86,7 +87,7 @@ def request_record(
     if recipe is not None and recipe.kind == "strategy":
         method = f"recipe {recipe.name}"
     return RequestRecord(
-        number,
+        request_id,
         0,
         tuple(max(token, 0) for token in prompt),  # placeholders of media may be negative
         method,
@@ -101,7 +102,7 @@ def request_record(
 
 
 def no_candidates_error(
-    number: int,
+    request_id: int,
     plan: DecodingPlan,
     has_own_processors: bool,
     got: str = "only scores of -inf or NaN",
@@ -126,7 +127,7 @@ def no_candidates_error(
     source = "the model" if nonfinite or not names else " and ".join(names)
     do = "check its logits" if nonfinite or not names else "loosen it"
     must = f"{source} must leave enough to choose from"
-    return RowError(f"{must}, got {got}: {do} (request {number})", number)
+    return RowError(f"{must}, got {got}: {do} (request {request_id})", request_id)
 
 
 def _describe_fast_paths(model: Model, config: GenerationConfig) -> list[str]:
@@ -173,7 +174,7 @@ def _describe_length(config: GenerationConfig) -> str:
 
 
 def _describe_stops(config: GenerationConfig, has_sound: bool) -> list[str]:
-    """What ends a row; one that hears sound beside its tokens ends with the sound at the latest."""
+    """The ends of a row; one that hears sound beside its tokens ends with the sound at the latest."""
     stops = ["the end of its sound"] if has_sound else []
     if not has_sound or has_own_length(config):
         stops.append(_describe_length(config))

@@ -6,22 +6,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from descant.config.generation_config import GenerationConfig
-from descant.engine.request import Request
+from descant.engine.request import MERGED, Request
 from descant.engine.session import Failed, Session
 from descant.errors import ConfigError
-from descant.models.latents.latent_model import END_TOKEN, LatentModel
-from descant.models.latents.output import latent_output
-from descant.models.latents.preparation import (
+from descant.models.audio.latents import (
+    END_TOKEN,
+    LATENT_INPUT,
+    LatentModel,
+    LatentSequence,
     check_latent_config,
     check_latent_inputs,
+    latent_arguments,
+    latent_output,
     latent_sequences,
-    own_arguments,
 )
-from descant.models.latents.sequence import LATENT_INPUT, LatentSequence
-from descant.models.no_cache import NoCache
-from descant.models.own_loop import LoopInputs, run_with_loop
-
-__all__ = ["decode_latents", "latent_requests", "merged_latent_requests"]
+from descant.models.compat.custom_generate import LoopInputs, run_with_loop
+from descant.models.forward.no_cache import NoCache
 
 
 def latent_requests(
@@ -45,13 +45,13 @@ def merged_latent_requests(model: Any, config: GenerationConfig, inputs: Mapping
     sequences: list[LatentSequence] = run_with_loop(
         model,
         lambda _, prepared: latent_sequences(model, prepared, [config.seed], shares_noise=False),
-        own_arguments(config, inputs),
+        latent_arguments(config, inputs),
     )
     return _requests_of(sequences)
 
 
 def decode_latents(model: Any, configs: Sequence[GenerationConfig], inputs: Mapping[str, Any]) -> Any:
-    """What the model's own generate() returns; `configs` are merged, and one for all prompts or one each.
+    """The output of the model's own generate(); `configs` are merged, and one for all prompts or one each.
 
     They differ in their seed alone.
     """
@@ -70,18 +70,18 @@ def decode_latents(model: Any, configs: Sequence[GenerationConfig], inputs: Mapp
                 raise event.error.__cause__ or event.error
         return latent_output(model, prepared, sequences)
 
-    return run_with_loop(model, decode, own_arguments(configs[0], inputs))
+    return run_with_loop(model, decode, latent_arguments(configs[0], inputs))
 
 
 def _requests_of(sequences: Sequence[LatentSequence]) -> list[Request]:
     """A request for each sequence: greedy search over whether a frame is the last."""
     return [
         Request(
-            one.prompt,
-            GenerationConfig(max_new_tokens=one.max_frames, do_sample=False, eos_token_id=END_TOKEN),
-            inputs={LATENT_INPUT: one},
-            past_key_values=one.past,
-            config_merged=True,
+            sequence.prompt,
+            GenerationConfig(max_new_tokens=sequence.max_frames, do_sample=False, eos_token_id=END_TOKEN),
+            inputs={LATENT_INPUT: sequence},
+            past_key_values=sequence.past,
+            _call=MERGED,
         )
-        for one in sequences
+        for sequence in sequences
     ]

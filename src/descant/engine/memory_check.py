@@ -2,40 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from descant.config.generation_config import GenerationConfig
 from descant.core.context import row_params
 from descant.core.interfaces import Model, RowCache
 from descant.core.rows import Rows
-from descant.engine.cache_factory import CACHE_NAMES, CACHES
-from descant.engine.cache_sizing import (
-    PREALLOCATED_CACHES,
-    Workload,
-    cache_cost,
-    cache_costs,
-    cache_request,
+from descant.engine.planning.cache_factory import (
+    CACHE_NAMES,
+    CACHES,
+    CacheRequest,
+    cache_name,
+    missing_requirement,
+    quantized_cache_config,
 )
-from descant.engine.planner import DecodingPlan
+from descant.engine.planning.planner import DecodingPlan
 from descant.errors import NotEnoughMemory, format_bytes
-from descant.kv_cache.cached_row import unwrap_cache
-from descant.kv_cache.offloaded import OffloadedStore
-from descant.kv_cache.static import StaticStore
-from descant.models.kv_shape import KVShape, kv_shape_of, max_token_bytes
+from descant.kv_cache.row_views import unwrap_cache
+from descant.kv_cache.stores.block_store import HeadSize, Workload
+from descant.kv_cache.stores.dense import OffloadedStore, StaticStore
+from descant.kv_cache.stores.quantized import QuantizedStore
+from descant.kv_cache.stores.quantizers import build_quantizer
+from descant.models.kv_shape import KVShape, LayerKVShape, kv_shape_of, max_token_bytes
 
-__all__ = ["check_kv_fits", "free_bytes", "num_growing_positions", "workload_of"]
+# Workloads with more positions are not simulated: the bytes are counted.
+_MAX_SIMULATED_POSITIONS: Final = 2**26
+
+
+class CacheCost(NamedTuple):
+    """The memory of a cache."""
+
+    final_bytes: int  # at the end
+    peak_bytes: int  # the maximum between two forwards, on the model's device
+    offloaded_bytes: int = 0  # those of `final_bytes` on the offload device
+
+
+def cache_costs(
+    model: Any, config: GenerationConfig, workload: Workload, kv_shape: KVShape
+) -> dict[str, CacheCost | None]:
+    """The memory of every cache that a model can use; None: unknown."""
+    costs: dict[str, CacheCost | None] = {}
+    for name in CACHES:
+        request = cache_request(model, config, name, workload)
+        if missing_requirement(name, request) is None:
+            costs[name] = cache_cost(name, request, workload, kv_shape)
+    return costs
+
+
+def cache_request(model: Any, config: GenerationConfig, name: str, workload: Workload) -> CacheRequest:
+    """The request of a cache of that name, with the config's settings if it selects that cache."""
+    if cache_name(config) != name:
+        config = config.replace(cache_implementation=name, cache_config=None, compile_config=None)
+    return CacheRequest(model, config, workload.final_length + 1)
+
+
+def cache_cost(name: str, request: CacheRequest, workload: Workload, kv_shape: KVShape) -> CacheCost | None:
+    """The memory of a cache of that name for a workload; None: unknown."""
+    traits = request.traits
+    cross = workload.num_prompts * workload.encoder_length * kv_shape.cross_bytes
+    if traits.cache_type == "recurrent":
+        windows = [window for window in traits.sliding_windows.values() if window is not None]
+        if kv_shape.state_bytes is None or (
+            kv_shape.state_bytes_per_token and windows and workload.final_length > min(windows)
+        ):
+            return None
+        total = cross + workload.num_fed * (
+            kv_shape.state_bytes + workload.final_length * kv_shape.state_bytes_per_token
+        )
+        return CacheCost(total, total)
+    store = _build_store(name, request)
+    slots = store.count_slots(workload)
+    if max(slots or 0, workload.num_fed * workload.final_length) > _MAX_SIMULATED_POSITIONS:
+        total = cross + (slots or 0) * kv_shape.bytes_per_token
+        return None if slots is None else CacheCost(total, total)
+    final = peak = largest = 0
+    for (layer, shape), count in _layer_groups(kv_shape, traits.layer_types).items():
+        head = HeadSize(shape.key_dim, shape.value_dim, shape.dtype)
+        head_final, head_peak = _build_store(name, request).head_bytes(layer, head, workload)
+        final += count * shape.num_heads * head_final
+        peak += count * shape.num_heads * head_peak
+        largest = max(largest, shape.num_heads * head_final)
+    if isinstance(store, OffloadedStore) and store.offload_device != request.model.device:
+        # The model's device holds the current layer and the next.
+        return CacheCost(final + cross, min(2 * largest, final) + cross, final)
+    return CacheCost(final + cross, peak + cross)
+
+
+def _build_store(name: str, request: CacheRequest) -> Any:
+    """An empty cache of that name; a quantized one without its backend's package."""
+    if name == "quantized":
+        config = quantized_cache_config(request)
+        return QuantizedStore(build_quantizer(config, for_sizes=True), config.residual_length)
+    return CACHES[name].build(request)
+
+
+def _layer_groups(kv_shape: KVShape, layer_types: tuple[str, ...]) -> Mapping[tuple[int, LayerKVShape], int]:
+    """The layers of each kind, as the first of them and its shape, with their number."""
+    first: dict[tuple[LayerKVShape, str], int] = {}
+    counts: dict[tuple[int, LayerKVShape], int] = {}
+    for layer, shape in kv_shape.layers.items():
+        same = first.setdefault((shape, layer_types[layer] if layer < len(layer_types) else ""), layer)
+        counts[same, shape] = counts.get((same, shape), 0) + 1
+    return counts
+
 
 # The check is skipped for runs below this bound.
 _MIN_CHECKED_BYTES: Final = 2**30
 
-# Caches in which every row takes as much memory as the longest.
-_PADDED_CACHES: Final = frozenset({"dynamic", "offloaded", "hybrid"})
-# Alternatives in the order in which they are suggested: lossless ones first.
-_SUGGESTED_CACHES: Final = ("paged", "sliding_window", "offloaded", "quantized", "h2o", "snapkv", "sink")
+# Alternatives in the order in which they are suggested: `CACHES` has exact ones first.
+_SUGGESTED_CACHES: Final = tuple([name for name, spec in CACHES.items() if spec.saves_memory])
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_FILE = Path("/proc/self/cgroup")
@@ -63,20 +143,22 @@ def workload_of(
     )
 
 
-def _is_growing(kind: str) -> bool:
-    """Whether a cache takes memory for every position of a row, as the row grows."""
-    return kind not in PREALLOCATED_CACHES and not CACHES[kind].drops_tokens
-
-
-def num_growing_positions(model: Model, cache: RowCache, name: str | None, running: Rows | None) -> int:
+def num_growing_positions(model: Model, cache: RowCache, name: str | None, running: Rows) -> int:
     """The positions that the running rows of a table may still add to its cache."""
     kind = name or CACHE_NAMES.get(type(cache))
-    if running is None or not len(running) or kind is None or kind not in CACHES or not _is_growing(kind):
+    if not len(running) or kind not in CACHES:
+        return 0
+    if not getattr(_innermost(cache), "grows", False):
         return 0
     ends = row_params(running)["max_length"] + running.offset
     context_length = model.traits.context_length
     ends = ends if context_length is None else ends.clamp(max=context_length)
     return int((ends - running.cached_length).clamp(min=0).double().sum())
+
+
+def _innermost(cache: RowCache) -> Any:
+    """The store that a cache keeps its rows in."""
+    return unwrap_cache(cache, torch.zeros(0, dtype=torch.long))[0]
 
 
 def check_kv_fits(
@@ -100,7 +182,7 @@ def check_kv_fits(
     if traits.needs_own_cache or traits.cache_type != "kv":
         return 0
     token_bytes = _bytes_per_token(model, network)
-    store = unwrap_cache(cache, torch.zeros(0, dtype=torch.long))[0]
+    store = _innermost(cache)
     if isinstance(store, StaticStore):
         _check_preallocated(model, store, kind, new, token_bytes)
         return 0
@@ -111,13 +193,15 @@ def check_kv_fits(
             (plan, length, max(min(limit, context_length - offset), length + 1), offset)
             for plan, length, limit, offset in new
         ]
-    growth = num_others + num_growing_positions(model, cache, name, running)
-    total = sum(_num_rows(plan) * (limit + offset) for plan, _, limit, offset in new)
-    num_new = total if _is_growing(kind) else 0
+    growth = num_others
+    if running is not None:
+        growth += num_growing_positions(model, cache, name, running)
+    total = sum([_num_rows(plan) * (limit + offset) for plan, _, limit, offset in new])
+    num_new = total if store.grows else 0
     if token_bytes is None or (total + growth) * token_bytes < _MIN_CHECKED_BYTES:
         return num_new
     shape = kv_shape_of(network)
-    workloads = _workloads(new, kind in _PADDED_CACHES)
+    workloads = _workloads(new, store.is_padded)
     costs = [
         cache_cost(kind, cache_request(model, plan.config, kind, workload), workload, shape)
         for plan, workload in workloads
@@ -125,9 +209,15 @@ def check_kv_fits(
     known_costs = [cost for cost in costs if cost is not None]
     need = sum(cost.peak_bytes for cost in known_costs) + growth * shape.bytes_per_token
     offloaded = sum(cost.offloaded_bytes for cost in known_costs)
-    too_large = _exceeds_free(need, model.device) or _exceeds_free(offloaded, torch.device("cpu"))
-    if too_large if model.rank_group is None else model.rank_group.any_rank(too_large):
-        raise _out_of_memory_error(model, kind, (need, offloaded), workloads, shape)
+    rows = sum(workload.num_fed for _, workload in workloads)
+    length = max(workload.final_length for _, workload in workloads)
+    limit = "max_new_tokens" if workloads[0][0].config.max_new_tokens is not None else "max_length"
+    _check_fits(
+        (model, kind, workloads, shape),
+        [(need, model.device), (offloaded, torch.device("cpu"))],
+        f"{rows} rows of up to {length} positions",
+        f"lower `{limit}`, the number of rows or the length of prompts",
+    )
     return num_new
 
 
@@ -135,29 +225,54 @@ def _check_preallocated(
     model: Model, store: StaticStore, kind: str, new: Sequence[NewRequest], token_bytes: int | None
 ) -> None:
     """Raise for a cache of fixed size whose blocks do not fit: their size does not depend on the requests."""
-    rows = len(store) + sum(_num_rows(plan) for plan, *_ in new)
-    slots = store.block_slots(rows)
+    slots = store.block_slots(len(store) + sum(_num_rows(plan) for plan, *_ in new))
     if token_bytes is None or slots * token_bytes < _MIN_CHECKED_BYTES:
         return
     shape = kv_shape_of(model.network)
-    need, device = max(slots * shape.bytes_per_token - store.nbytes, 0), model.device
-    if isinstance(store, OffloadedStore):
-        device = store.offload_device
-    too_large = _exceeds_free(need, device)
-    if too_large if model.rank_group is None else model.rank_group.any_rank(too_large):
-        free = free_bytes(device) or 0
-        hint, fitting = _fitting_caches(model, kind, _workloads(new, padded=True), shape, free)
-        message = (
-            f"the {kind} cache of {slots // store.capacity} rows of {store.capacity} positions needs "
-            f"{format_bytes(need)}, and {device} has {format_bytes(free)} left: {hint}lower `max_cache_len` "
-            "and `batch_size` of `cache_config`, or the length and number of rows"
-        )
-        raise NotEnoughMemory(message, need, free, fitting)
+    need = max(slots * shape.bytes_per_token - store.nbytes, 0)
+    _check_fits(
+        (model, kind, _workloads(new, padded=True), shape),
+        [(need, store.offload_device if isinstance(store, OffloadedStore) else model.device)],
+        f"{slots // store.capacity} rows of {store.capacity} positions",
+        "lower `max_cache_len` and `batch_size` of `cache_config`, or the length and number of rows",
+    )
+
+
+def _check_fits(
+    demand: tuple[Model, str, Sequence[tuple[DecodingPlan, Workload]], KVShape],
+    needs: Sequence[tuple[int, torch.device]],
+    size: str,
+    advice: str,
+) -> None:
+    """Raise if a device has less memory than a cache needs there: the cache, its size, and what to do."""
+    model, kind, workloads, shape = demand
+    exceeded = [
+        (need, device)
+        for need, device in needs
+        if need and (free := free_bytes(device)) is not None and need > free
+    ]
+    is_refused = bool(exceeded)
+    if not (is_refused if model.rank_group is None else model.rank_group.any_rank(is_refused)):
+        return
+    need, device = exceeded[-1] if exceeded else needs[0]
+    free = free_bytes(device) or 0
+    totals: dict[str, int] = {}
+    for plan, workload in workloads:
+        for name, cost in cache_costs(model, plan.config, workload, shape).items():
+            if cost is not None:
+                totals[name] = totals.get(name, 0) + cost.peak_bytes
+    fitting = [name for name in _SUGGESTED_CACHES if name != kind and totals.get(name, free + 1) <= free]
+    names = " or ".join(f'"{name}" ({format_bytes(totals[name])})' for name in fitting[:3])
+    hint = f"cache_implementation={names} would fit, or " if fitting else ""
+    message = (
+        f"the {kind} cache of {size} needs {format_bytes(need)}, and {device} has {format_bytes(free)} left: "
+        f"{hint}{advice}"
+    )
+    raise NotEnoughMemory(message, need, free, tuple(fitting))
 
 
 def _num_rows(plan: DecodingPlan) -> int:
-    workload = workload_of([plan], [1], [1])
-    return workload.rows_per_prompt * workload.num_candidates * (1 + workload.has_cfg_rows)
+    return workload_of([plan], [1], [1]).num_fed
 
 
 def _bytes_per_token(model: Model, network: Any) -> int | None:
@@ -186,54 +301,6 @@ def _workloads(new: Sequence[NewRequest], padded: bool) -> list[tuple[DecodingPl
             workload = workload._replace(final_length=max(workload.final_length, longest))
         workloads.append((requests[0][0], workload))
     return workloads
-
-
-def _exceeds_free(need: int, device: torch.device) -> bool:
-    free = free_bytes(device) if need else None
-    return free is not None and need > free
-
-
-def _out_of_memory_error(
-    model: Model,
-    kind: str,
-    needed: tuple[int, int],
-    workloads: Sequence[tuple[DecodingPlan, Workload]],
-    shape: KVShape,
-) -> NotEnoughMemory:
-    """The error that says how much is needed, how much is free, and which caches would fit."""
-    need, offloaded = needed
-    device = model.device
-    if offloaded and _exceeds_free(offloaded, torch.device("cpu")):
-        need, device = offloaded, torch.device("cpu")
-    free = free_bytes(device) or 0
-    rows = sum(workload.num_rows * workload.num_candidates for _, workload in workloads)
-    length = max(workload.final_length for _, workload in workloads)
-    hint, fitting = _fitting_caches(model, kind, workloads, shape, free)
-    limit = "max_new_tokens" if workloads[0][0].config.max_new_tokens is not None else "max_length"
-    message = (
-        f"the {kind} cache of {rows} rows of up to {length} positions needs {format_bytes(need)}, and "
-        f"{device} has {format_bytes(free)} left: {hint}lower `{limit}`, the number of rows or the length of "
-        "prompts"
-    )
-    return NotEnoughMemory(message, need, free, fitting)
-
-
-def _fitting_caches(
-    model: Model,
-    kind: str,
-    workloads: Sequence[tuple[DecodingPlan, Workload]],
-    shape: KVShape,
-    free: int,
-) -> tuple[str, tuple[str, ...]]:
-    """The hint to use another cache, and the names of those that would fit."""
-    totals: dict[str, int] = {}
-    for plan, workload in workloads:
-        for name, cost in cache_costs(model, plan.config, workload, shape).items():
-            if cost is not None:
-                totals[name] = totals.get(name, 0) + cost.peak_bytes
-    fitting = [name for name in _SUGGESTED_CACHES if name != kind and totals.get(name, free + 1) <= free]
-    names = " or ".join(f'"{name}" ({format_bytes(totals[name])})' for name in fitting[:3])
-    return f"cache_implementation={names} would fit, or " if fitting else "", tuple(fitting)
 
 
 # ------------------------------------------------------------------------ free memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import Tensor
 
@@ -13,31 +13,34 @@ from descant.config.generation_config import GenerationConfig
 from descant.config.grammar_spec import GrammarSpec
 from descant.core.context import PromptInfo
 from descant.core.interfaces import ModelTraits
-from descant.decoding.grammars.backend import CompiledGrammar
+from descant.decoding.grammars.backend import CompiledGrammar, MatcherPool
 from descant.decoding.grammars.compiler import compile_grammar, compiler_of
-from descant.decoding.grammars.matcher_pool import MatcherPool
 from descant.decoding.processors.base import as_id_list
-from descant.decoding.stopping.checker import Criterion, RegexStop
+from descant.decoding.stopping import Criterion, RegexStop
 from descant.errors import ConfigError, InputError
-from descant.models.multimodal import is_per_token
-from descant.tokenization.banned_phrases import PhraseMatcher
-from descant.tokenization.stop_strings import StopStringMatcher
+from descant.models.forward.inputs import is_per_token
+from descant.tokenization.stop_strings import PhraseMatcher, StopStringMatcher
 from descant.tokenization.token_bytes import TokenBytes
 from descant.tokenization.token_healing import HealedSuffix
 
-__all__ = [
-    "Request",
-    "TextMatchers",
-    "build_text_matchers",
-    "compile_request_grammar",
-    "drop_last_tokens",
-    "healed_suffix",
-    "matcher_pool",
-    "negative_prompt_excess",
-    "prompt_info",
-    "validate_callables",
-    "validate_negative_prompt",
-]
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CallPlace:
+    """The place of a request in the call that makes it, and what that call has resolved already."""
+
+    prompt_index: int = 0  # the index of its prompt, for `prefix_allowed_tokens_fn`
+    padded_width: int = 0  # of the padded prompts; user processors get ids of that width
+    counted_width: int = 0  # width that counts as its prompt in `max_length` and `min_length`; 0: its own
+    batch_row: int = 0  # the index of its first sequence among the rows of the call
+    batch_size: int = 0  # the number of these rows; 0: it is a call of its own
+    noise_row: int = -1  # its row of torch's noise; -1: it draws from its own stream
+    config_merged: bool = False  # whether the config is merged with the model's own
+    healed_suffix: HealedSuffix | None = None  # that token healing removes; None: unknown
+    compiled_grammar: CompiledGrammar | None = None  # of the config's `grammar`; None: not compiled
+
+
+_NO_CALL: Final = CallPlace()
+MERGED: Final = CallPlace(config_merged=True)  # of requests that are made one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,15 +71,7 @@ class Request:
     deadline: float | None = None  # seconds from its admission, after which it fails; with a scheduler
     cache_salt: bytes = b""  # only requests with the same salt share cached prefixes and suffixes
     adapter_name: str | None = None  # of PEFT; None: the active one, "__base__": none
-    prompt_index: int = 0  # the index of its prompt in the call, for `prefix_allowed_tokens_fn`
-    padded_width: int = 0  # of the padded prompts of its call; user processors get ids of that width
-    counted_width: int = 0  # width that counts as its prompt in `max_length` and `min_length`; 0: its own
-    batch_row: int = 0  # the index of its first sequence among the rows of its call
-    batch_size: int = 0  # the number of these rows; 0: it is a call of its own
-    noise_row: int = -1  # its row of torch's noise; -1: it draws from its own stream
-    config_merged: bool = False  # whether the config is merged with the model's own already
-    healed_suffix: HealedSuffix | None = None  # what token healing removes, if the caller knows it already
-    compiled_grammar: CompiledGrammar | None = None  # of its `grammar`, if the caller has compiled it already
+    _call: CallPlace = field(default_factory=lambda: _NO_CALL, repr=False)
 
 
 class TextMatchers(NamedTuple):
@@ -91,6 +86,9 @@ class TextMatchers(NamedTuple):
         """Those that are parameters of the row."""
         params = {"phrase_matcher": self.banned_phrases, "dry_sequence_breakers": self.sequence_breakers}
         return {name: value for name, value in params.items() if value is not None}
+
+
+TEXT_FIELDS: Final = ("stop_strings", "stop_regex", "dry_multiplier", "banned_phrases")
 
 
 def build_text_matchers(request: Request, config: GenerationConfig) -> TextMatchers:
@@ -132,12 +130,10 @@ def _as_strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value or ())
 
 
-def healed_suffix(request: Request, config: GenerationConfig, ids: Tensor) -> HealedSuffix | None:
-    """The tokens that token healing removes from the end of a prompt; None: it is off."""
-    if not config.token_healing:
-        return None
-    if request.healed_suffix is not None:
-        return request.healed_suffix
+def healed_suffix(request: Request, ids: Tensor) -> HealedSuffix:
+    """The tokens that token healing removes from the end of a prompt."""
+    if request._call.healed_suffix is not None:
+        return request._call.healed_suffix
     if request.tokenizer is None:
         do = "pass the model's tokenizer"
         raise InputError("tokenizer", "must be given with `token_healing`", None, do)
@@ -147,7 +143,7 @@ def healed_suffix(request: Request, config: GenerationConfig, ids: Tensor) -> He
 def matcher_pool(request: Request, config: GenerationConfig, suffix: HealedSuffix | None) -> MatcherPool:
     """The matchers of a request's grammar, which its text follows from the end of its prompt on."""
     assert isinstance(config.grammar, GrammarSpec)
-    grammar = request.compiled_grammar
+    grammar = request._call.compiled_grammar
     prefix = b"" if suffix is None else suffix.text
     if grammar is None or not compiler_of(request.tokenizer).owns(grammar, config.grammar, prefix):
         grammar = compile_request_grammar(request, config.grammar, suffix)
@@ -185,7 +181,7 @@ def drop_last_tokens(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def prompt_info(request: Request, ids: Tensor, offset: int, suffix: HealedSuffix | None = None) -> PromptInfo:
-    """What the parameters of a request's row may depend on besides its config."""
+    """The facts of a prompt on which the parameters of its row may depend."""
 
     def source_ids() -> list[int]:
         source = request.inputs.get("input_ids")
@@ -199,18 +195,12 @@ def prompt_info(request: Request, ids: Tensor, offset: int, suffix: HealedSuffix
     return PromptInfo(
         length,
         offset,
-        request.padded_width,
-        request.prompt_index,
+        request._call.padded_width,
+        request._call.prompt_index,
         source_ids,
         suffix,
-        padding=max(0, request.counted_width - length - offset),
+        padding=max(0, request._call.counted_width - length - offset),
     )
-
-
-def negative_prompt_excess(request: Request) -> int:
-    """How many tokens longer than its prompt the negative prompt is."""
-    negative = request.inputs.get("negative_prompt_ids")
-    return 0 if negative is None else max(0, len(negative) - len(request.prompt))
 
 
 def validate_negative_prompt(
@@ -238,9 +228,9 @@ def validate_negative_prompt(
 
 def validate_callables(request: Request) -> None:
     """Raise for processors and criteria that cannot be called."""
-    for one in request.logits_processor:
-        if not callable(one) and not hasattr(one, "process"):
-            raise InputError("logits_processor", "must hold callables", one)
+    for processor in request.logits_processor:
+        if not callable(processor) and not hasattr(processor, "process"):
+            raise InputError("logits_processor", "must hold callables", processor)
     for criterion in request.stopping_criteria:
         if not callable(criterion):
             raise InputError("stopping_criteria", "must hold callables", criterion)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import compress, count
 from math import isfinite
@@ -13,31 +13,28 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import ModelTraits, RankGroup, RowCache
+from descant.core.interfaces import ModelTraits, PromptChunk, RankGroup, RowCache
 from descant.core.records import Observation, Selection
 from descant.core.sampling_noise import SamplingNoise
-from descant.engine.admission import Admission, ResolvedRequest
-from descant.engine.cache_factory import CacheKey
-from descant.engine.events import Event, Failed, Finished, Report, Tokens
-from descant.engine.planner import as_model
-from descant.engine.prefix_reuse import CachedPrefix, PrefixReuse
-from descant.engine.protocol import Engine
+from descant.engine.planning.cache_factory import CacheKey
+from descant.engine.protocol import Engine, Event, Failed, Finished, Report, Tokens, single_entry
 from descant.engine.request import Request
-from descant.engine.request_demand import limit_forced_drafts
-from descant.engine.request_endings import RequestEndings
-from descant.engine.running_requests import RunningRequests
-from descant.engine.scheduled_requests import ScheduledRequests
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.scheduled_request import ScheduledRequest
-from descant.engine.single_entry import single_entry
-from descant.engine.step_faults import drop_tokens
-from descant.engine.table import Table
-from descant.engine.table_set import Placement, TableSet
+from descant.engine.scheduling.plan import ScheduledRequest
+from descant.engine.scheduling.scheduled_requests import ScheduledRequests, limit_forced_drafts
+from descant.engine.step.faults import drop_tokens
+from descant.engine.tables.admission import Admission, ResolvedRequest
+from descant.engine.tables.prefix_reuse import CachedPrefix, PrefixReuse
+from descant.engine.tables.request_endings import RequestEndings
+from descant.engine.tables.running_requests import RunningRequests
+from descant.engine.tables.table import Table
+from descant.engine.tables.table_set import Placement, TableSet
 from descant.errors import DescantError, InputError
-from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.prefix_cache import PrefixCache
-from descant.models.no_cache import NoCache, RecomputeModel
-from descant.models.wrapped_model import unwrap_model
+from descant.kv_cache.stores.paged import PagedStore
+from descant.models.forward.no_cache import NoCache, RecomputeModel
+from descant.models.model_adapter import as_model
+from descant.models.wrapping.wrapped_model import unwrap_model
 from descant.trace.trace import Trace
 from descant.trace.tracer import Tracer
 
@@ -67,7 +64,7 @@ class Session:
         trace: Tracer | bool | None = None,
         scheduler: SchedulerConfig | None = None,
     ) -> None:
-        self._tracer = Tracer.from_argument(trace)
+        self._tracer = None if trace is None else Tracer.from_argument(trace)
         model = unwrap_model(model)
         self.model: Any = as_model(model, states)
         if isinstance(cache, NoCache):
@@ -80,7 +77,8 @@ class Session:
         self._rank_group: RankGroup | None = self.model.rank_group
         self._admission = Admission(model, self.model)
         self._noise = SamplingNoise()
-        _check_scheduler(scheduler, self._rank_group, self.model.traits)
+        if scheduler is not None:
+            _check_scheduler(scheduler, self._rank_group, self.model.traits)
         self._is_pool_limited = scheduler is not None and scheduler.num_blocks is not None
         if cache is None and scheduler is not None and self._is_pool_limited:
             cache = _pooled_cache(self.model.traits, scheduler)
@@ -166,14 +164,14 @@ class Session:
 
     def has_grammar(self, request: Request) -> bool:
         """Whether a request has a grammar that is not compiled yet."""
-        return request.compiled_grammar is None and self._admission.grammar(request) is not None
+        return request._call.compiled_grammar is None and self._admission.grammar(request) is not None
 
     def compile_grammar(self, request: Request) -> Request:
         """The request with its grammar compiled; any thread may call it beside a step."""
         return self._admission.compile_grammar(request)
 
     def demand(self, request: Request) -> ScheduledRequest:
-        """What the scheduler counts for a request: tokens, rows and blocks."""
+        """The tokens, rows and blocks that the scheduler counts for a request."""
         if self._scheduled is None:
             raise InputError("request", "has a demand only in a session with a scheduler", request)
         resolved = self._admission.resolve([request], self.model.traits)
@@ -195,22 +193,26 @@ class Session:
         if self._scheduled is not None:
             return self._queue(self._scheduled, resolved, numbers)
         for request in requests:
-            _check_unscheduled(request)
+            if request.priority or request.deadline is not None:
+                name = "priority" if request.priority else "deadline"
+                do = "make the session with `scheduler=SchedulerConfig()`"
+                raise InputError(name, "needs a session with a scheduler", getattr(request, name), do)
         placements = self._tables.place(resolved)
         self._tables.check(placements)
         if self._prefix_cache is not None:
             self._prefix_cache.drop_stale()
         prefixes = [placement.cached_prefixes() for placement in placements]
-        self._check_ranks(resolved, placements)
-        numbers = numbers or [next(self._request_ids) for _ in requests]
-        self._join(numbers, placements, prefixes)
+        if self._rank_group is not None:
+            self._check_ranks(self._rank_group, resolved, placements)
+        request_ids = numbers or [next(self._request_ids) for _ in requests]
+        self._join(request_ids, placements, prefixes)
         noise = self._tables.default.running.noise
         noise.num_rows = noise_rows or noise.num_rows
-        return list(numbers)
+        return list(request_ids)
 
     def _join(
         self,
-        numbers: Sequence[int],
+        request_ids: Sequence[int],
         placements: Sequence[Placement],
         prefixes: Sequence[Sequence[CachedPrefix]],
     ) -> None:
@@ -218,7 +220,7 @@ class Session:
         with ExitStack() as undo:  # whatever is raised, nothing of these requests stays
             undo.callback(self._update_output_states)
             for placement, found in zip(placements, prefixes, strict=True):
-                own = [numbers[index] for index in placement.indices]
+                own = [request_ids[index] for index in placement.indices]
                 table = placement.table
                 self._tables.add(placement, undo)
                 undo.callback(self._forget, own)
@@ -233,44 +235,55 @@ class Session:
         self,
         scheduled: ScheduledRequests,
         resolved: Sequence[ResolvedRequest],
-        numbers: Sequence[int] | None = None,
+        request_ids: Sequence[int] | None = None,
     ) -> list[int]:
         """Let requests wait for the scheduler; return their ids."""
         placements = self._tables.place(limit_forced_drafts(resolved, scheduled.config))
         for placement in placements:
             placement.check()
-        numbers = numbers or [next(self._request_ids) for _ in resolved]
-        scheduled.add(numbers, placements)
-        return list(numbers)
+        request_ids = request_ids or [next(self._request_ids) for _ in resolved]
+        scheduled.add(request_ids, placements)
+        return list(request_ids)
 
-    def _join_scheduled(self, number: int, one: ResolvedRequest, prefix: CachedPrefix) -> None:
+    def _join_scheduled(self, request_id: int, placement: Placement, prefix: CachedPrefix) -> None:
         """Add a request whose turn it is to its table."""
-        placements = self._tables.place([one])
-        self._tables.check(placements)
-        self._join([number], placements, [[prefix]])
+        self._tables.check([placement])
+        self._join([request_id], [placement], [[prefix]])
 
     @single_entry
     def step(self) -> list[Event]:
         """Advance every row by one step; return what happened."""
         if self._rank_group is not None and self.rows:
             self._rank_group.raise_if_failed()
-        if self._endings:  # an interrupt came before they were released
+        if self._endings.requests:  # an interrupt came before they were released
             self._end_requests()
-        if self._scheduled is None:
-            self._step_tables()
-        else:
-            self._scheduled_step(self._scheduled)
+        with nullcontext(()) if self._scheduled is None else self._turn(self._scheduled) as chunks:
+            if self._tracer is not None:
+                self._tracer.start_step()
+            stepped: list[tuple[Table, list[Selection]]] = []
+            try:
+                for table in self._tables:
+                    if len(table) or table.running.errors:
+                        selections = table.step(self._observe, chunks)
+                        stepped.append((table, selections))
+            except BaseException:
+                if stepped:  # their rows have advanced: the next step returns their events
+                    self._end_step(stepped, failed=True)
+                raise
+            if stepped:
+                self._end_step(stepped)
         events, self._undelivered = self._undelivered, []
         return events
 
-    def _scheduled_step(self, scheduled: ScheduledRequests) -> None:
-        """One step as the scheduler plans it."""
+    @contextmanager
+    def _turn(self, scheduled: ScheduledRequests) -> Iterator[Sequence[PromptChunk]]:
+        """A step as the scheduler plans it, with the chunks of prompts that its forward may feed."""
         scheduled.remove_ended(self._ended_now)  # after an interrupt, before this step
         self._ended_now.clear()
         try:
             scheduled.start_step()
             try:
-                self._step_tables()
+                yield scheduled.chunks
             finally:
                 scheduled.resume_suspended()
             scheduled.finish_reads()
@@ -284,30 +297,17 @@ class Session:
 
     def _fail_scheduled(self, scheduled: ScheduledRequests) -> None:
         """End the requests that cannot run: their deadline has passed, or their table refused them."""
-        for number, cause in list(scheduled.failed.items()):
-            table = self._table_of.get(number)
-            if table is not None and table.rows is not None and bool((table.rows.request == number).any()):
-                table.park(number)
-            self._endings.fail(table, number, cause)
-            scheduled.forget(number)
+        for request_id, cause in list(scheduled.failed.items()):
+            table = self._table_of.get(request_id)
+            if (
+                table is not None
+                and table.rows is not None
+                and bool((table.rows.request == request_id).any())
+            ):
+                table.park(request_id)
+            self._endings.fail(table, request_id, cause)
+            scheduled.forget(request_id)
         self._end_requests()
-
-    def _step_tables(self) -> None:
-        """Advance every row of every table."""
-        if self._tracer is not None:
-            self._tracer.start_step()
-        stepped: list[tuple[Table, list[Selection]]] = []
-        try:
-            for table in self._tables:
-                if len(table) or table.running.errors:
-                    selections = table.step(self._observe)
-                    stepped.append((table, selections))
-        except BaseException:
-            if stepped:  # their rows have advanced: the next step returns their events
-                self._end_step(stepped, failed=True)
-            raise
-        if stepped:
-            self._end_step(stepped)
 
     @single_entry
     def cancel(self, request: int) -> None:
@@ -331,7 +331,7 @@ class Session:
             yield from self.step()
 
     def report(self) -> Report:
-        """What it has done so far, and what it holds."""
+        """Its work so far, and its content."""
         prefixes = None if self._prefix_cache is None else self._prefix_cache.report()
         report = Report(self.steps, len(self), self.rows, self._tables.cache_bytes, prefixes)
         if self._scheduled is None:
@@ -351,20 +351,20 @@ class Session:
         return self._table_of[request].common_prefix(request)
 
     # -------------------------------------------------------------------- admission
-    def _check_ranks(self, resolved: Sequence[ResolvedRequest], placements: Sequence[Placement]) -> None:
+    def _check_ranks(
+        self, group: RankGroup, resolved: Sequence[ResolvedRequest], placements: Sequence[Placement]
+    ) -> None:
         """Raise unless all ranks admit the same requests; decide whether stops must be synchronised."""
-        if self._rank_group is None:
-            return
-        self._rank_group.check_equal("prompt", resolved[0].prompt, _admission_digest(resolved, placements))
+        group.check_equal("prompt", resolved[0].prompt, _admission_digest(resolved, placements))
         timed = any(isfinite(one.prompt_params.deadline) for one in resolved)
         local_stops = timed or any(one.request.stopping_criteria for one in resolved)
-        syncs = self._rank_group.any_rank(local_stops)
+        syncs = group.any_rank(local_stops)
         for placement in placements:
             placement.table.running.stop_checker.syncs_across_ranks |= syncs
 
     def _update_output_states(self) -> None:
         """Have the model return the states that any running request needs."""
-        needed = set(self._requested_states).union(*(table.required_states for table in self._tables))
+        needed = set(self._requested_states).union(*[table.required_states for table in self._tables])
         if needed != self._output_states:
             self._output_states = needed
             self.apply_output_states()
@@ -384,16 +384,22 @@ class Session:
         """
         self.steps += 1
         if self._tracer is not None:
-            own = {number for table, _ in stepped for number in table.running.requests}
+            own = {request_id for table, _ in stepped for request_id in table.running.requests}
             self._tracer.end_step(self._tables.cache_bytes, own if failed else None)
+        has_ended = False
         for table, selections in stepped:
-            for one in selections:
-                emitted = drop_tokens(one.emitted, self.beam_requests)  # these have them at their end
+            has_ended |= bool(table.running.errors)
+            for selection in selections:
+                emitted = selection.emitted
+                if self.beam_requests:  # these have their tokens at their end
+                    emitted = drop_tokens(emitted, self.beam_requests)
                 if emitted is not None:
                     self._undelivered.append(emitted)
-                if one.failed or one.finished:
-                    self._endings.add(table, one)
-        self._end_requests()
+                if selection.failed or selection.finished:
+                    has_ended = True
+                    self._endings.add(table, selection)
+        if has_ended:
+            self._end_requests()
 
     def _end_requests(self) -> None:
         """Release the requests that have ended, and keep their events."""
@@ -409,26 +415,16 @@ class Session:
             self.beam_requests.discard(request)
 
 
-def _check_scheduler(
-    scheduler: SchedulerConfig | None, rank_group: RankGroup | None, traits: ModelTraits
-) -> None:
+def _check_scheduler(scheduler: Any, rank_group: RankGroup | None, traits: ModelTraits) -> None:
     """Raise for a scheduler that a session cannot have."""
-    if scheduler is not None and not isinstance(scheduler, SchedulerConfig):
+    if not isinstance(scheduler, SchedulerConfig):
         raise InputError("scheduler", "must be a descant.SchedulerConfig", scheduler)
-    if scheduler is not None and rank_group is not None:
+    if rank_group is not None:
         must = "must be None for a model on several processes, which must all make the same steps"
         raise InputError("scheduler", must, scheduler)
-    if scheduler is not None and traits.ties_requests:
+    if traits.ties_requests:
         must = "must be None for a model with several codebooks, whose requests run together"
         raise InputError("scheduler", must, scheduler)
-
-
-def _check_unscheduled(request: Request) -> None:
-    """Raise for what only a scheduler can do."""
-    for name, value, default in (("priority", request.priority, 0), ("deadline", request.deadline, None)):
-        if value != default:
-            do = "make the session with `scheduler=SchedulerConfig()`"
-            raise InputError(name, "needs a session with a scheduler", value, do)
 
 
 def _pooled_cache(traits: ModelTraits, config: SchedulerConfig) -> RowCache | None:

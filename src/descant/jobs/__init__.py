@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from descant.jobs.description import JobEstimate, JobProgress, JobResult
 from descant.jobs.job import Job
-from descant.jobs.results import JobEstimate, JobProgress, JobResult
 from descant.jobs.selection import SelectionConfig
 
 __all__ = ["Job", "JobEstimate", "JobProgress", "JobResult", "SelectionConfig"]

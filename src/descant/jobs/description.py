@@ -1,31 +1,25 @@
-"""The description of a job: what to read, how to generate, where to write."""
+"""The description of a job: what to read, how to generate, where to write; and what its runs report."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import json
 import os
 import string
+import time
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Self
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from typing import Any, Final, NamedTuple, Self
 
 from descant.config.dtype_names import DTYPES
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.config.registry import unknown_field_error
-from descant.errors import ConfigError, InputError
-from descant.jobs.selection import SelectionConfig
-from descant.jobs.shard_folder import SINK_FORMATS
-from descant.jobs.source import SOURCE_FORMATS
-
-__all__ = [
-    "CONFIG_COLUMN",
-    "PROMPT_COLUMNS",
-    "JobDescription",
-    "check_generation_fields",
-    "check_template",
-]
+from descant.config.registry import suggest_name, unknown_field_error
+from descant.errors import ConfigError, InputError, file_errors
+from descant.jobs.selection import SelectionConfig, check_keys, check_types
+from descant.jobs.shards import DEDUP_MODES, SINK_FORMATS, JobManifest, ShardFolder
+from descant.jobs.source import SOURCE_FORMATS, JobSource
 
 PROMPT_COLUMNS: Final = ("prompt", "messages", "ids")
 CONFIG_COLUMN: Final = "generation_config"
@@ -34,30 +28,33 @@ OUTPUT_NAMES: Final = ("row", "id", "completions")
 _NOT_IN_JOBS: Final = {
     **{
         name: "is not supported in jobs, whose output is text"
-        for name, one in FIELDS.items()
-        if one.group == "output" and name != "num_return_sequences"
+        for name, parameter in FIELDS.items()
+        if parameter.group == "output" and name != "num_return_sequences"
     },
     "generation_kwargs": "is not supported in jobs, whose inputs are columns",
     "max_time": "must be unset in a job, whose results do not depend on the time",
     "prefix_allowed_tokens_fn": "is not supported in jobs, which are described by data",
 }
 _COLUMN_LISTS: Final = ("override_columns", "keep_columns")
-_COUNTS: Final = ("shard_rows", "window", "workers")
-_OPTIONAL_COUNTS: Final = ("max_in_flight", "cpus_per_worker")
 # A CPU computes more rows at once hardly faster, and each of them ends later.
 _DEFAULT_IN_FLIGHT, _DEFAULT_IN_FLIGHT_ON_CPU = 256, 64
 _CHOICES: Final[dict[str, tuple[str | None, ...]]] = {
     "engine": ("descant", "vllm", "auto"),
     "sink_format": SINK_FORMATS,
-    "dedup": (None, "exact", "normalized"),
+    "dedup": (None, *DEDUP_MODES),
 }
-_KINDS: Final[tuple[tuple[str, type, str], ...]] = (
-    ("chat", bool, "must be true or false"),
-    ("report", bool, "must be true or false"),
-    ("seed", int, "must be an integer"),
-    ("generation_config", GenerationConfig, "must be a GenerationConfig"),
-    *((name, int, "must be an integer >= 1") for name in _COUNTS),
-)
+_COUNT: Final = "must be an integer >= 1"
+_TYPES: Final[dict[str, tuple[Any, str]]] = {
+    **dict.fromkeys(("model", "sink", "dtype"), (str, "must be text")),
+    **dict.fromkeys(("template", "id_column", "device"), (str | None, "must be text")),
+    **dict.fromkeys(("shard_rows", "window", "workers"), (int, _COUNT)),
+    **dict.fromkeys(("max_in_flight", "cpus_per_worker"), (int | None, _COUNT)),
+    **dict.fromkeys(("chat", "report"), (bool, "must be true or false")),
+    "seed": (int, "must be an integer"),
+    "generation_config": (GenerationConfig, "must be a GenerationConfig"),
+    "select": (SelectionConfig | None, "must be a SelectionConfig or a table of its fields"),
+    "engine_options": (Mapping, "must be a table of options"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,24 +118,17 @@ class JobDescription:
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Self:
         """The job of a TOML file; its paths are relative to the working directory."""
+        with file_errors("job", path), open(path, "rb") as file:
+            data = file.read()
         try:
-            with open(path, "rb") as file:
-                values = tomllib.load(file)
-        except OSError as error:
-            must = f"must be a file that can be opened ({error.strerror})"
-            raise InputError("job", must, os.fspath(path)) from None
+            values = tomllib.loads(data.decode())
         except (ValueError, RecursionError) as error:
             raise InputError("job", f"must be a TOML file ({error})", os.fspath(path)) from None
-        known = [one.name for one in dataclasses.fields(cls)]
-        for name, value in values.items():
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                advice = f"did you mean `{close[0]}`?" if close else f"use {', '.join(known)}"
-                raise InputError(name, "is not a key of a job", value, advice)
-        for one in dataclasses.fields(cls):
-            is_required = one.default is one.default_factory is dataclasses.MISSING
-            if is_required and one.name not in values:
-                raise InputError(one.name, "must be given in a job", None, f"add it to {os.fspath(path)}")
+        check_keys(cls, values, "a job")
+        for own in dataclasses.fields(cls):
+            is_required = own.default is own.default_factory is dataclasses.MISSING
+            if is_required and own.name not in values:
+                raise InputError(own.name, "must be given in a job", None, f"add it to {os.fspath(path)}")
         config = values.get("generation_config", {})
         if not isinstance(config, dict):
             raise InputError("generation_config", "must be a table", config)
@@ -167,32 +157,17 @@ class JobDescription:
         return frozenset((*prompt, CONFIG_COLUMN, *self.override_columns, *self.keep_columns))
 
     def _check_types(self) -> None:
-        for name in ("model", "sink", "dtype", "template", "id_column", "device"):
-            value = getattr(self, name)
-            is_unset = value is None and name in ("template", "id_column", "device")
-            if not is_unset and (not isinstance(value, str) or not value):
-                raise InputError(name, "must be text", value)
+        check_types(self, _TYPES)
         if self.dtype not in DTYPES:
             raise InputError("dtype", f"must be one of {', '.join(DTYPES)}", self.dtype)
-        for name in _OPTIONAL_COUNTS:
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise InputError(name, "must be an integer >= 1", value)
         for name, choices in _CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise InputError(name, f"must be one of {', '.join(filter(None, choices))}", value)
-        options: Any = self.engine_options
-        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        options = self.engine_options
+        if not all(isinstance(name, str) for name in options):
             raise InputError("engine_options", "must be a table of options", options)
         if options and self.engine == "descant":
             raise InputError("engine_options", "must be empty without vLLM", options, 'set engine = "vllm"')
-        select: Any = self.select
-        if select is not None and not isinstance(select, SelectionConfig):
-            raise InputError("select", "must be a SelectionConfig or a table of its fields", select)
-        for name, kind, must in _KINDS:
-            value = getattr(self, name)
-            if type(value) is not kind or (isinstance(value, int) and name in _COUNTS and value < 1):
-                raise InputError(name, must, value)
 
     def _check_source(self) -> None:
         if not self.source_files:
@@ -205,9 +180,8 @@ class JobDescription:
     def _check_columns(self) -> None:
         for name in self.override_columns:
             if name not in FIELDS:
-                close = difflib.get_close_matches(name, FIELDS, n=1)
-                advice = f"did you mean `{close[0]}`?" if close else "leave it out"
-                raise InputError("override_columns", "must name generation parameters", name, advice)
+                do = suggest_name(name, FIELDS) or "leave it out"
+                raise InputError("override_columns", "must name generation parameters", name, do)
             check_generation_fields({name: True})
         for name in self.keep_columns:
             if name in OUTPUT_NAMES:
@@ -219,9 +193,9 @@ class JobDescription:
 def _as_texts(name: str, value: Any) -> tuple[str, ...]:
     """One text or several, as a tuple."""
     texts = (value,) if isinstance(value, str | os.PathLike) else value
-    if not isinstance(texts, list | tuple) or not all(isinstance(one, str | os.PathLike) for one in texts):
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str | os.PathLike) for text in texts):
         raise InputError(name, "must be text or a list of texts", value)
-    return tuple(os.fspath(one) for one in texts)
+    return tuple(os.fspath(text) for text in texts)
 
 
 def check_generation_fields(values: dict[str, Any]) -> None:
@@ -255,3 +229,159 @@ def check_template(template: str) -> None:
         has_columns = True
     if not has_columns:
         raise InputError("template", "must name a column, as in {text}", template)
+
+
+def open_source(job: JobDescription, known: bytes | None = None) -> JobSource:
+    """The rows of a job; of formats with columns only those that the job uses are read.
+
+    `known` is the content that the run has scanned; None: it is that of the first reading.
+    """
+    return JobSource(job.source_files, job.id_column, job.source_columns, known)
+
+
+def open_sink(job: JobDescription, manifest: JobManifest) -> ShardFolder:
+    """The shards of a job."""
+    ids = () if job.id_column is None else ("id",)
+    return ShardFolder(job.sink, manifest, (*ids, *job.keep_columns))
+
+
+def encode_job(job: JobDescription) -> dict[str, Any]:
+    """A job in JSON types, with absolute paths: a worker may run in another folder."""
+    values = {own.name: getattr(job, own.name) for own in dataclasses.fields(JobDescription)}
+    values["source"] = [os.path.abspath(path) for path in job.source_files]
+    values["sink"] = os.path.abspath(job.sink)
+    if os.path.isdir(job.model):  # else it is a name on the Hub
+        values["model"] = os.path.abspath(job.model)
+    select = None if job.select is None else dataclasses.asdict(job.select.with_absolute_path())
+    config = json.loads(job.generation_config.to_json_string())
+    options = dict(job.engine_options)
+    return {**values, "generation_config": config, "select": select, "engine_options": options}
+
+
+def job_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a job of `encode_job`."""
+    return {**values, "generation_config": GenerationConfig.from_dict(values["generation_config"])}
+
+
+@dataclass(frozen=True)
+class JobProgress:
+    """The state of a run, at its start and after each row."""
+
+    rows: int  # of the source
+    finished: int  # rows with a result or an error, those of earlier runs included
+    failed: int  # rows with an error, those of earlier runs included
+    computed: int  # rows of this run
+    tokens: int  # generated by this run
+    seconds: float  # since this run began to compute
+    in_flight: int = 0  # the most rows that run at once
+    damaged_files: tuple[str, ...] = ()  # of shards that were not as written, and are computed again
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The generated tokens a second of this run."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The time until the end at the pace of this run; None: it is too early to say.
+
+        Rows that began together end together: before as many have ended as run at once, or half of all, the
+        pace is that of the first ones, not of the run.
+        """
+        to_compute = self.rows - self.finished + self.computed
+        if not self.computed or self.computed < min(self.in_flight, to_compute / 2):
+            return None
+        return (self.rows - self.finished) * self.seconds / self.computed
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """The end of a job: all its shards are there."""
+
+    rows: int  # of the source
+    failed: int  # rows with an error instead of a result
+    shards: int
+    computed_rows: int  # of this run; the others were there already
+    tokens: int  # generated by this run
+    seconds: float  # of this run
+    drafted: tuple[int, ...] = ()  # draft tokens that this run fed, by their index in a draft
+    accepted: tuple[int, ...] = ()  # and those of them that were accepted
+    unique_rows: int | None = None  # with a text of their own; None: without `dedup`
+    damaged_files: tuple[str, ...] = ()  # of shards that were not as written; computed again by this run
+
+
+@dataclass(frozen=True)
+class JobEstimate:
+    """The size of a run that was not started, and its time by some measured rows."""
+
+    rows: int  # of the source
+    missing_rows: int  # in shards that are not there yet
+    shards: int
+    missing_shards: int
+    measured_rows: int
+    failed_rows: int  # of the measured ones
+    tokens_per_second: float
+    seconds: float  # for the missing rows, with one worker
+    fitting_workers: int  # by the cores and the free memory of this machine
+
+
+class RowCounts(NamedTuple):
+    """Rows that have ended, and their tokens."""
+
+    rows: int = 0
+    failed: int = 0
+    tokens: int = 0
+    drafted: Sequence[int] = ()  # draft tokens that were fed, by their index in a draft
+    accepted: Sequence[int] = ()  # and those of them that were accepted
+
+    def plus(self, other: RowCounts) -> RowCounts:
+        """The sum of both; of counts by index the shorter ends with zeros."""
+        drafted, accepted = (
+            tuple(map(sum, zip_longest(*pair, fillvalue=0)))
+            for pair in ((self.drafted, other.drafted), (self.accepted, other.accepted))
+        )
+        rows, failed = self.rows + other.rows, self.failed + other.failed
+        return RowCounts(rows, failed, self.tokens + other.tokens, drafted, accepted)
+
+
+@dataclass
+class RunProgress:
+    """The rows that the workers of a run report, all in one thread: of complete groups, and of the others."""
+
+    start: JobProgress  # with the rows of earlier runs
+    on_progress: Callable[[JobProgress], None] | None
+    began: float = field(default_factory=time.monotonic)
+    complete: RowCounts = field(default_factory=RowCounts)
+    running: dict[int, RowCounts] = field(default_factory=dict)  # by the first shard of a group
+
+    def add(self, group: int, counts: RowCounts) -> None:
+        """Count rows of a group that is not complete."""
+        self.running[group] = self.running.get(group, RowCounts()).plus(counts)
+        self.tell()
+
+    def retry(self, group: int) -> None:
+        """Forget the rows of a group that is computed again; their tokens were generated all the same."""
+        tokens = self.running.pop(group, RowCounts()).tokens
+        self.complete = self.complete.plus(RowCounts(tokens=tokens))
+
+    def finish(self, group: int) -> None:
+        """Count a complete group."""
+        self.complete = self.complete.plus(self.running.pop(group, RowCounts()))
+
+    def tell(self) -> None:
+        """Report the state."""
+        if self.on_progress is None:
+            return
+        total = self.complete
+        for counts in self.running.values():
+            total = total.plus(counts)
+        self.on_progress(
+            replace(
+                self.start,
+                finished=self.start.finished + total.rows,
+                failed=self.start.failed + total.failed,
+                computed=total.rows,
+                tokens=total.tokens,
+                seconds=time.monotonic() - self.began,
+            )
+        )

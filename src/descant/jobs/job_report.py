@@ -14,10 +14,12 @@ from typing import Any, Final
 
 import descant
 from descant.core.atomic_file import write_text
-from descant.errors import InputError
 from descant.jobs.report_charts import (
     NUM_SHARE_COLOURS,
+    SAMPLED_ROWS,
+    JobFigures,
     ValueScale,
+    collect_figures,
     counted,
     draw_acceptance,
     draw_histogram,
@@ -25,10 +27,7 @@ from descant.jobs.report_charts import (
     format_share,
     short_count,
 )
-from descant.jobs.report_figures import SAMPLED_ROWS, JobFigures, collect_figures
 from descant.tokenization.display import escape_invisible
-
-__all__ = ["ReportFacts", "render_report", "write_report"]
 
 _MAX_TEXT_CHARS: Final = 900
 _MAX_VALUE_CHARS: Final = 240
@@ -43,28 +42,10 @@ _FINISH_REASONS: Final = {
 }
 _RESULT_KEYS: Final = ("row", "id", "completions")
 
-_PAGE: Final = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{policy}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-<main>
-{body}
-</main>
-</body>
-</html>
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFacts:
-    """What a report says besides the results: the job, and the figures of its last run."""
+    """The facts of a report besides the results: the job, and the figures of its last run."""
 
     title: str
     model: str
@@ -77,11 +58,6 @@ class ReportFacts:
     seconds: float | None = None
     drafted: Sequence[int] = ()  # draft tokens that were fed, by their index in a draft
     accepted: Sequence[int] = ()  # and those of them that were accepted
-
-    def __post_init__(self) -> None:
-        if len(self.drafted) != len(self.accepted):
-            must = f"must have a number for each of the {len(self.drafted)} of `drafted`"
-            raise InputError("accepted", must, self.accepted)
 
 
 def write_report(
@@ -96,7 +72,8 @@ def write_report(
 
 def render_report(facts: ReportFacts, figures: JobFigures) -> str:
     """The page; the same facts and figures give the same bytes."""
-    style = (files("descant.jobs") / "assets" / "report.css").read_text("utf-8")
+    assets = files("descant.jobs") / "assets"
+    style = (assets / "report.css").read_text("utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     body = [
         _heading(facts),
@@ -106,11 +83,12 @@ def render_report(facts: ReportFacts, figures: JobFigures) -> str:
         _sample(figures),
         f"<footer>Made by Descant {html.escape(descant.__version__)}</footer>",
     ]
-    return _PAGE.format(
+    page = (assets / "report.html").read_text("utf-8")
+    return page.format(
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'",
         title=_plain(facts.title),
         style=style,
-        body="\n".join(one for one in body if one),
+        body="\n".join(part for part in body if part),
     )
 
 
@@ -234,10 +212,10 @@ def _errors(figures: JobFigures) -> str:
     if not figures.failed:
         return ""
     rows = "".join(
-        f'<tr><td class="number">{one.count:,}</td><td>{_plain(reason, _MAX_VALUE_CHARS)}'
-        f'<p class="example">row {_value(one.row)}: {_plain(one.message, _MAX_VALUE_CHARS)}</p>'
+        f'<tr><td class="number">{found.count:,}</td><td>{_plain(reason, _MAX_VALUE_CHARS)}'
+        f'<p class="example">row {_value(found.row)}: {_plain(found.message, _MAX_VALUE_CHARS)}</p>'
         "</td></tr>"
-        for reason, one in figures.top_reasons()
+        for reason, found in figures.top_reasons()
     )
     more = counted(len(figures.reasons) - len(figures.top_reasons()), "more reason")
     note = "" if more.startswith("0 ") else f'<p class="note">{more} in the files of errors</p>'
@@ -262,7 +240,7 @@ def _row(record: Mapping[str, Any]) -> str:
         f"<dt>{_plain(key)}</dt><dd>{_value(value, _MAX_VALUE_CHARS)}</dd>"
         for key, value in kept[:_MAX_SHOWN_COLUMNS]
     )
-    completions = "".join(_completion(one) for one in record["completions"][:_MAX_SHOWN_COMPLETIONS])
+    completions = "".join(map(_completion, record["completions"][:_MAX_SHOWN_COMPLETIONS]))
     num_more = len(record["completions"]) - _MAX_SHOWN_COMPLETIONS
     more = counted(num_more, "more completion")
     return (
@@ -274,23 +252,22 @@ def _row(record: Mapping[str, Any]) -> str:
     )
 
 
-def _completion(one: Mapping[str, Any]) -> str:
+def _completion(completion: Mapping[str, Any]) -> str:
     facts = [
-        counted(one["tokens"], "token"),
-        _plain(_FINISH_REASONS.get(one["finish_reason"], str(one["finish_reason"]))),
+        counted(completion["tokens"], "token"),
+        _plain(_FINISH_REASONS.get(completion["finish_reason"], str(completion["finish_reason"]))),
     ]
-    if "score" in one:
-        facts.append(f"score {_value(one['score'])}")
-    if "votes" in one:
-        facts.append(counted(one["votes"], "vote"))
-    answer = ""
-    if one.get("answer") is not None:
-        answer = (
-            f'<p class="answer"><span class="key">answer</span> {_plain(one["answer"], _MAX_VALUE_CHARS)}</p>'
-        )
-    shown = _plain(one["text"].strip(), _MAX_TEXT_CHARS, keep="\n\t") or '<span class="mark">no text</span>'
-    note = " · ".join(facts)
-    return f'<div class="completion"><p class="text">{shown}</p>{answer}<p class="note">{note}</p></div>'
+    if "score" in completion:
+        facts.append(f"score {_value(completion['score'])}")
+    if "votes" in completion:
+        facts.append(counted(completion["votes"], "vote"))
+    text, answer = completion["text"].strip(), completion.get("answer")
+    shown = _plain(text, _MAX_TEXT_CHARS, keep="\n\t") or '<span class="mark">no text</span>'
+    shown = f'<p class="text">{shown}</p>'
+    if answer is not None:
+        key = '<span class="key">answer</span>'
+        shown += f'<p class="answer">{key} {_plain(answer, _MAX_VALUE_CHARS)}</p>'
+    return f'<div class="completion">{shown}<p class="note">{" · ".join(facts)}</p></div>'
 
 
 # ------------------------------------------------------------------------ text
@@ -305,8 +282,8 @@ def _plain(text: str, limit: int = _MAX_NAME_CHARS, keep: str = "") -> str:
     """Untrusted text: cut, escaped, and with its invisible characters marked."""
     pieces = escape_invisible(text[:limit], keep=keep)
     shown = "".join(
-        f'<span class="mark">{html.escape(one)}</span>' if is_escape else html.escape(one)
-        for one, is_escape in pieces
+        f'<span class="mark">{html.escape(piece)}</span>' if is_escape else html.escape(piece)
+        for piece, is_escape in pieces
     )
     more = len(text) - limit
     return shown + (f'<span class="mark"> … {more:,} more characters</span>' if more > 0 else "")

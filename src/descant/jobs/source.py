@@ -3,24 +3,123 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
+from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from descant.errors import InputError
-from descant.jobs.arrow_files import ArrowFile, ParquetFile
-from descant.jobs.dataset_folder import dataset_files
-from descant.jobs.id_digests import IdDigests, RowId, id_digest
-from descant.jobs.row_file import RowData, RowFile
-from descant.jobs.row_position import RowPosition, RowPositions
-from descant.jobs.source_content import SourceContent, SourceFile
-from descant.jobs.text_files import CsvFile, JsonLinesFile
+from descant.jobs.source_files import (
+    ArrowFile,
+    CsvFile,
+    JsonLinesFile,
+    RowData,
+    RowFile,
+    SourceContent,
+    SourceFile,
+)
 
-__all__ = ["SOURCE_FORMATS", "JobSource", "SourceRow", "SourceSummary", "parse_text"]
+
+class RowPosition(NamedTuple):
+    """A place in a source from which rows can be read."""
+
+    file: int  # its index among the files of the source
+    offset: int  # in bytes; the row group in Parquet, the record batch in Arrow files
+    skip: int = 0  # rows from there on that come before it
+
+
+class RowPositions:
+    """Positions in the order of the source, 24 bytes for each."""
+
+    def __init__(self) -> None:
+        self._values = array("Q")
+
+    def append(self, position: RowPosition) -> None:
+        """Add a position."""
+        self._values.extend(position)
+
+    def __len__(self) -> int:
+        return len(self._values) // 3
+
+    def __getitem__(self, index: int) -> RowPosition:
+        start = 3 * range(len(self))[index]
+        return RowPosition(*self._values[start : start + 3])
+
+    def __iter__(self) -> Iterator[RowPosition]:
+        return (self[index] for index in range(len(self)))
+
+
+RowId = int | str
+_GROUP: Final = 2**20  # digests that are looked for in one pass over the source
+
+
+def id_digest(row_id: RowId) -> int:
+    """A number of 64 bits, which tells the id 1 from the id "1"."""
+    kind = b"i" if isinstance(row_id, int) else b"s"
+    text = str(row_id).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(kind + text, digest_size=8).digest(), "big")
+
+
+class IdDigests:
+    """The digests of all ids of a source, 8 bytes for each."""
+
+    def __init__(self) -> None:
+        self._digests = array("Q")
+
+    def add(self, row_id: RowId) -> None:
+        """Add the digest of an id."""
+        self._digests.append(id_digest(row_id))
+
+    def repeated(self) -> Iterator[frozenset[int]]:
+        """The digests that were added more than once, in groups that fit into memory."""
+        digests = np.frombuffer(self._digests, np.uint64)
+        digests.sort()  # in place
+        again = np.unique(digests[1:][digests[1:] == digests[:-1]])
+        for start in range(0, len(again), _GROUP):
+            yield frozenset(again[start : start + _GROUP].tolist())
+
+
+_STATE: Final = "state.json"
+_SPLITS: Final = "dataset_dict.json"
+
+
+def dataset_files(folder: str) -> list[str]:
+    """The files of a dataset in their order; raises InputError for a folder of anything else."""
+    if os.path.exists(os.path.join(folder, _SPLITS)):
+        splits = _read(folder, _SPLITS).get("splits")
+        folders = [os.path.join(folder, str(split)) for split in splits] if isinstance(splits, list) else []
+        advice = f"give {' or '.join(folders)}" if folders else "give the folder of one"
+        raise InputError("source", "must be one split of a dataset", folder, advice)
+    files = _read(folder, _STATE).get("_data_files")
+    listed = files if isinstance(files, list) else [None]  # a dataset without rows has no files
+    names = [str(entry.get("filename")) if isinstance(entry, dict) else "" for entry in listed]
+    # Only names: a state from elsewhere must not lead out of its folder.
+    if not all(name.endswith(".arrow") and name == os.path.basename(name) for name in names):
+        raise InputError("source", f"must have the names of its files in {_STATE}", folder)
+    return [os.path.join(folder, name) for name in names]
+
+
+def _read(folder: str, name: str) -> dict[str, Any]:
+    try:
+        with open(os.path.join(folder, name), "rb") as file:
+            found = json.load(file)
+        if isinstance(found, dict):
+            return found
+        problem = f"{name} is no object"
+    except FileNotFoundError:
+        problem = f"without {name}"
+    except (OSError, ValueError, RecursionError) as error:
+        problem = f"{name}: {error}"
+    must = f"must be a file, or a folder that `Dataset.save_to_disk` wrote ({problem})"
+    raise InputError("source", must, folder)
+
 
 SOURCE_FORMATS: Final = (".jsonl", ".csv", ".parquet", ".arrow", ".feather")
 _START: Final = RowPosition(0, 0)
@@ -108,8 +207,7 @@ class JobSource:
         if file.path.endswith(".jsonl"):
             return JsonLinesFile(file)
         ids = () if self.id_column is None else (self.id_column,)
-        columns = None if self.columns is None else frozenset((*self.columns, *ids))
-        return ParquetFile(file, columns) if file.path.endswith(".parquet") else ArrowFile(file, columns)
+        return ArrowFile(file, None if self.columns is None else frozenset((*self.columns, *ids)))
 
     def _rows(self, position: RowPosition, index: int) -> Iterator[SourceRow]:
         """All rows from a position on."""
@@ -151,11 +249,3 @@ class JobSource:
                 must = f"must have another id in `{self.id_column}` for each row ({rows} share one)"
                 raise InputError("id_column", must, row.id)
             first[row.id] = row.index
-
-
-def parse_text(text: str) -> Any:
-    """The JSON value of a field of CSV; text that is no JSON is itself."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from threading import get_ident
 
 import numpy as np
@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import Array
-
-__all__ = ["BlockPool", "BlockSlab"]
 
 # The growing slab starts with this many blocks and grows by a quarter, so little memory stays unused.
 _MIN_GROWTH_BLOCKS = 16
@@ -31,16 +29,12 @@ class BlockSlab:
         self.num_blocks = num_blocks
         self.keys: dict[int, Tensor] = {}
         self.values: dict[int, Tensor] = {}
+        self.kv_tensors = self.keys, self.values
 
     @property
     def nbytes(self) -> int:
         """The memory of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in (*self.keys.values(), *self.values.values()))
-
-    def kv_tensors(self) -> Iterator[dict[int, Tensor]]:
-        """The keys by layer, then the values by layer."""
-        yield self.keys
-        yield self.values
 
     def ensure_capacity(
         self, tensors: dict[int, Tensor], layer: int, like: Tensor, block_size: int
@@ -95,7 +89,7 @@ class BlockPool:
         slots = {
             (name, layer): tensor.nbytes // tensor.shape[1]
             for slab in self.slabs.values()
-            for name, tensors in enumerate(slab.kv_tensors())
+            for name, tensors in enumerate(slab.kv_tensors)
             for layer, tensor in tensors.items()
             if tensor.shape[1]
         }
@@ -111,8 +105,11 @@ class BlockPool:
             self._live_blocks[slab_id] = count
             blocks = self._assign_ids(slab_id, range(count))
         else:
-            if len(self._free_blocks) < count:
-                self._grow(count - len(self._free_blocks))
+            if len(self._free_blocks) < count:  # the tensors of slab 0 grow at the next write
+                slab, first = self.slabs[0], self.slabs[0].num_blocks
+                added = max(count - len(self._free_blocks), _MIN_GROWTH_BLOCKS, first // 4)
+                slab.num_blocks += added  # first: no block may be given out twice, whatever happens next
+                self._free_blocks += reversed(self._assign_ids(0, range(first, first + added)))
             blocks = [self._free_blocks.pop() for _ in range(count)]
         self.ref_counts[blocks] = 1
         return blocks
@@ -131,7 +128,9 @@ class BlockPool:
         while self._released:
             blocks, is_reclaimable = self._released.popleft()
             if is_reclaimable:
-                self.unmark_reclaimable(blocks)
+                self.reclaimable -= np.bincount(blocks, minlength=len(self.ref_counts))
+                self._num_reclaimable -= len(blocks)
+                self.is_idle[blocks] = False
             self.decref(blocks)
 
     def incref(self, blocks: Array) -> None:
@@ -168,17 +167,11 @@ class BlockPool:
         return int(np.count_nonzero(self.is_idle)) if self._num_reclaimable else 0
 
     def mark_reclaimable(self, blocks: Array) -> None:
-        """Mark one reference per entry as reclaimable; unmark it before it is removed."""
+        """Mark one reference per entry as reclaimable, until `release` removes it."""
         counts = np.bincount(blocks, minlength=len(self.ref_counts))
         self.reclaimable += counts
         self._num_reclaimable += len(blocks)
         self._note_idle(counts)
-
-    def unmark_reclaimable(self, blocks: Array) -> None:
-        """Mark one reference per entry as any other."""
-        self.reclaimable -= np.bincount(blocks, minlength=len(self.ref_counts))
-        self._num_reclaimable -= len(blocks)
-        self.is_idle[blocks] = False
 
     def take_newly_idle(self) -> list[int]:
         """The idle blocks that have become so since the last call."""
@@ -198,7 +191,7 @@ class BlockPool:
         source, target = self.slabs[int(self.slab_of[old])], self.slabs[int(self.slab_of[new])]
         read_start = int(self.index_in_slab[old]) * self.block_size
         write_start = int(self.index_in_slab[new]) * self.block_size
-        for source_tensors, target_tensors in zip(source.kv_tensors(), target.kv_tensors(), strict=True):
+        for source_tensors, target_tensors in zip(source.kv_tensors, target.kv_tensors, strict=True):
             for layer, tensor in source_tensors.items():
                 like = tensor.unsqueeze(0)
                 copied = target.ensure_capacity(target_tensors, layer, like, self.block_size)
@@ -217,7 +210,7 @@ class BlockPool:
         self._free_blocks = [block for block in self._free_blocks if self.index_in_slab[block] < num_blocks]
         self._unused_ids += dropped
         self.slab_of[dropped] = -1
-        for tensors in slab.kv_tensors():
+        for tensors in slab.kv_tensors:
             for layer, tensor in list(tensors.items()):
                 if not num_blocks:
                     del tensors[layer]
@@ -226,14 +219,6 @@ class BlockPool:
                     tensors[layer] = tensor[:, : num_blocks * self.block_size].clone()
                 except (RuntimeError, MemoryError):
                     return  # without memory for a smaller copy the larger tensor stays
-
-    def _grow(self, count: int) -> None:
-        """Add blocks to slab 0; its tensors grow at the next write."""
-        slab = self.slabs[0]
-        added = max(count, _MIN_GROWTH_BLOCKS, slab.num_blocks // 4)
-        first = slab.num_blocks
-        slab.num_blocks += added  # first: no block may be given out twice, whatever happens next
-        self._free_blocks += reversed(self._assign_ids(0, range(first, first + added)))
 
     def _assign_ids(self, slab_id: int, indices: Sequence[int]) -> list[int]:
         """Ids for the blocks at these indices of a slab."""
@@ -252,6 +237,6 @@ class BlockPool:
     def to(self, device: torch.device | str) -> None:
         """Move all slabs."""
         for slab in self.slabs.values():
-            for tensors in slab.kv_tensors():
+            for tensors in slab.kv_tensors:
                 for layer, tensor in tensors.items():
                     tensors[layer] = tensor.to(device)

@@ -1,25 +1,14 @@
-"""`ModelState`: what a model computes with at one time, with which kept keys and values are checked."""
+"""`ModelState`: the state of a model at one time, with which kept keys and values are checked."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import count
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-
-__all__ = [
-    "ModelState",
-    "adapter_settings",
-    "changes_so_far",
-    "collects_states",
-    "last_change",
-    "note_change",
-    "sample_numbers",
-]
 
 _OUTPUT_HOOKS: Final = "transformers.utils.output_capturing"
 _MAX_WHOLE: Final = 1024  # numbers of a tensor that is sampled whole
@@ -27,14 +16,14 @@ _NUM_SAMPLES: Final = 32  # numbers of a larger one; their product with one less
 
 # By model the number of its last change that a caller has reported.
 _reported: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-_numbers = count(1)
 _last_number = 0
 
 
 def note_change(model: nn.Module) -> None:
     """Record that a caller has changed what a model computes with."""
     global _last_number  # noqa: PLW0603 - the clock of all models
-    _reported[model] = _last_number = next(_numbers)
+    _last_number += 1
+    _reported[model] = _last_number
 
 
 def last_change(model: nn.Module) -> int:
@@ -48,7 +37,7 @@ def changes_so_far() -> int:
 
 
 class ModelState:
-    """What a model computes with: weights, buffers, hooks, adapters and training mode.
+    """The state that a model computes with: weights, buffers, hooks, adapters and training mode.
 
     A tensor counts by identity, address, number of in-place changes, and some of its numbers. The numbers
     show what torch does not count: steps of fused optimizers on a CPU, and writes through `.data`. To compare
@@ -147,7 +136,7 @@ def adapter_settings(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _layer_settings(own: dict[str, Any]) -> str:
-    """What chooses and weighs the adapters of a layer."""
+    """The choice and the weights of the adapters of a layer."""
     names: Iterable[str] = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
     return repr([own.get(name) for name in names])
 

@@ -17,11 +17,9 @@ from torch import Tensor
 from descant.core.interfaces import Array, KVCache
 from descant.errors import InputError
 from descant.kv_cache.block_pool import BlockPool
-from descant.kv_cache.cached_row import CachedRow, read_layers
 from descant.kv_cache.model_state import ModelState
-from descant.kv_cache.paged import PagedStore
-
-__all__ = ["PrefixCache", "PrefixReport"]
+from descant.kv_cache.row_views import CachedRow, read_layers
+from descant.kv_cache.stores.paged import PagedStore
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class _PrefixBlock:
 
     layers: Mapping[int, tuple[Tensor, Tensor]]
     last_used: int = 0  # a larger number is later
-    num_pooled: int = 0  # its tensors are its own
 
     @property
     def nbytes(self) -> int:
@@ -55,7 +52,7 @@ class _PooledPrefixBlock:
 
     def __init__(self, pool: BlockPool, ids: Array) -> None:
         self.pool, self.ids, self.last_used = pool, ids, 0
-        self.num_pooled, self.nbytes = len(ids), len(ids) * pool.block_nbytes
+        self.nbytes = len(ids) * pool.block_nbytes
         pool.incref(ids)
         pool.mark_reclaimable(ids)
 
@@ -79,7 +76,7 @@ class _BlockChain:
     """Consecutive blocks, readable as a cache with one row."""
 
     max_rewind: int | None = None
-    lossless = True
+    exact_reads = True
 
     def __init__(self, blocks: Sequence[_PrefixBlock | _PooledPrefixBlock], block: int) -> None:
         self._blocks = [block.layers for block in blocks]
@@ -128,7 +125,6 @@ class PrefixCache:
         self.generation = 0  # counts the changes of the model
         self._hits = self._misses = self._tokens_read = self._tokens_found = 0
         self._total_bytes = self._num_evicted = 0
-        self._num_pooled = 0  # pool blocks that it refers to
         self._uses = count()
         # By pool the block of this cache that a pool block is part of.
         self._digest_of: weakref.WeakKeyDictionary[BlockPool, dict[int, bytes]] = weakref.WeakKeyDictionary()
@@ -162,7 +158,7 @@ class PrefixCache:
         self._chains.clear()
         self._unused.clear()
         self._digest_of.clear()
-        self._total_bytes, self._num_pooled, self._model, self._state = 0, 0, None, None
+        self._total_bytes, self._model, self._state = 0, None, None
 
     def bind_model(self, model: object) -> None:
         """Bind the cache to a model; raise if it is bound to another one."""
@@ -226,7 +222,6 @@ class PrefixCache:
         for index, block in zip(new, self._read_blocks(cached, new), strict=True):
             self._blocks[digests[index]] = block
             self._total_bytes += block.nbytes
-            self._num_pooled += block.num_pooled
             if isinstance(block, _PooledPrefixBlock):
                 owned = self._digest_of.setdefault(block.pool, {})
                 owned.update(dict.fromkeys(block.ids.tolist(), digests[index]))
@@ -260,7 +255,6 @@ class PrefixCache:
         """Drop a block."""
         block = self._blocks.pop(digest)
         self._total_bytes -= block.nbytes
-        self._num_pooled -= block.num_pooled
         self._num_evicted += 1
         self._unused.pop(digest, None)
         if isinstance(block, _PooledPrefixBlock):

@@ -6,27 +6,27 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import GeneratorType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from descant.core.interfaces import KVCache, KVSpan, ModelTraits
+from descant.core.interfaces import KVCache, KVSpan
 from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.errors import InputError, UnsupportedModel
-from descant.models.forward_batches import ForwardBatch
-from descant.models.module_copy import shallow_copy
-from descant.models.peft_adapters import ADAPTER_NAME_KEY
-from descant.models.traits import has_dynamic_rope, traits_of
+from descant.models.forward.batches import ForwardBatch
+from descant.models.forward.traits import has_dynamic_rope, traits_of
 from descant.models.transformers_model import TransformersModel
+from descant.models.wrapping.peft_adapters import ADAPTER_NAME_KEY
+from descant.models.wrapping.wrapped_model import decoding_base, shallow_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["AlignedSoundModel", "SoundEncoder", "SoundStream", "is_aligned_sound"]
 
 # Positions that one forward of the audio tower encodes: the mask of a long sound would be too large.
 _ENCODED_POSITIONS = 256
@@ -39,67 +39,47 @@ class SoundStream(NamedTuple):
     constants: Mapping[str, Any]
 
 
-class SoundEncoder(Protocol):
+class SoundEncoder:
     """Turns the sound of a request into one entry per position, and feeds these beside tokens."""
 
     main_input_name: str  # the input that holds the sound
     applies_window: bool  # whether the model masks what is before the window of its attention
     traits: Mapping[str, Any]  # fields of ModelTraits that differ from what the model's signature tells
 
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
     def max_length(self, inputs: Mapping[str, Any]) -> int:
         """The most tokens of a row with these inputs, prompt included; raises InputError without sound."""
-        ...
+        raise NotImplementedError
 
     def encode(self, inputs: Mapping[str, Any]) -> SoundStream:
         """The sound in these inputs, by position."""
-        ...
+        raise NotImplementedError
 
     def silence(self) -> SoundStream:
         """The entry of a position without sound."""
-        ...
+        raise NotImplementedError
 
     def forward_inputs(self, tokens: Tensor, sound: Tensor) -> dict[str, Any]:
         """The arguments of a forward for tokens [N, T] and the sound of their positions [N, T, ...]."""
-        ...
+        raise NotImplementedError
 
     def callee(self) -> Any:
-        """What a forward calls: the model, or a copy of it with shared weights."""
-        ...
+        """The callee of a forward: the model, or a copy of it with shared weights."""
+        return self.model
 
 
-def is_aligned_sound(model: Any) -> bool:
-    """Whether a model takes sound beside every token, with the generation methods of its class."""
-    base = _transformers_class(type(model))
-    return base is not None and all(
-        _own_method(type(model), name) is _own_method(base, name) for name in _GENERATION_METHODS
-    )
-
-
-# What decides how a model decodes. A subclass that overrides any of these is another model.
+# What decides how a model decodes.
 _GENERATION_METHODS: Final = (
     "generate", "forward", "prepare_inputs_for_generation", "_prepare_model_inputs", "_sample",
     "_update_model_kwargs_for_generation",
 )  # fmt: skip
 
 
-def _transformers_class(model_class: type) -> type | None:
-    """The class of transformers that a model class is or inherits from, if it takes aligned sound."""
-    return next(
-        (
-            base
-            for base in model_class.__mro__
-            if base.__name__ in _SOUND_ENCODERS and base.__module__.startswith("transformers.models.")
-        ),
-        None,
-    )
-
-
-def _own_method(model_class: type, name: str) -> Any:
-    """A method of a class, without that of Descant's mixin."""
-    methods = (vars(base).get(name) for base in model_class.__mro__)
-    return next(
-        (method for method in methods if method is not None and not hasattr(method, "runs_descant")), None
-    )
+def is_aligned_sound(model: Any) -> bool:
+    """Whether a model takes sound beside every token, with the generation methods of its class."""
+    return decoding_base(type(model), _SOUND_ENCODERS, _GENERATION_METHODS) is not None
 
 
 class AlignedSoundModel(TransformersModel):
@@ -111,17 +91,29 @@ class AlignedSoundModel(TransformersModel):
     """
 
     def __init__(self, model: PreTrainedModel, states: Sequence[str] = ()) -> None:
-        base = _transformers_class(type(model))
-        assert base is not None
-        self._sound: SoundEncoder = _SOUND_ENCODERS[base.__name__](model)
+        name = decoding_base(type(model), _SOUND_ENCODERS, ())
+        assert name is not None
+        self._sound: SoundEncoder = _SOUND_ENCODERS[name](model)
         self._streams: dict[int, SoundStream] = {}
-        super().__init__(model, states, _traits_of(model, self._sound))
+        # A model that does not prepare its own inputs, since these are prepared here.
+        traits = replace(
+            traits_of(model),
+            prepares_own_inputs=False,
+            needs_equal_lengths=has_dynamic_rope(model.config.get_text_config(decoder=True)),
+            supports_inputs_embeds=False,
+            has_aligned_inputs=True,
+            main_input_name=self._sound.main_input_name,
+            **self._sound.traits,
+        )
+        super().__init__(model, states, traits)
         self._callee = self._sound.callee
-        self._masked_window = None if self._sound.applies_window else _smallest_window(self.traits)
+        windows = [window for window in self.traits.sliding_windows.values() if window is not None]
+        self._masked_window = None if self._sound.applies_window else min(windows, default=None)
         if self._masked_window is not None and not self.traits.supports_custom_mask:
-            must = f"needs a mask, which {self.traits.attn_implementation!r} does not take"
-            do = 'load it with attn_implementation="sdpa"'
-            raise UnsupportedModel(f"the attention window of {type(model).__name__} {must}: {do}")
+            raise UnsupportedModel(
+                f"the attention window of {type(model).__name__} needs a mask, which "
+                f'{self.traits.attn_implementation!r} does not take: load it with attn_implementation="sdpa"'
+            )
 
     def max_request_length(self, inputs: Mapping[str, Any]) -> int:
         """The most tokens of a row with these inputs, prompt included."""
@@ -174,12 +166,8 @@ class AlignedSoundModel(TransformersModel):
         requests = (rows.request if batch.rows is None else rows.request[batch.rows]).tolist()
         streams = [self._stream_of(request) for request in requests]
         starts = batch.cached_length.tolist()
-        sound = torch.stack(
-            [
-                _entries(stream.values, start, batch.width)
-                for stream, start in zip(streams, starts, strict=True)
-            ]
-        )
+        lines = zip(streams, starts, strict=True)
+        sound = torch.stack([_entries(stream.values, start, batch.width) for stream, start in lines])
         return {**self._sound.forward_inputs(tokens, sound), **streams[0].constants}
 
     def _position_inputs(self, cache: KVCache, span: KVSpan, batch: ForwardBatch) -> dict[str, Any]:
@@ -187,25 +175,6 @@ class AlignedSoundModel(TransformersModel):
         if self._masked_window is not None and batch.read_length > self._masked_window:
             batch = batch._replace(start=None)
         return super()._position_inputs(cache, span, batch)
-
-
-def _traits_of(model: PreTrainedModel, sound: SoundEncoder) -> ModelTraits:
-    """The traits of a model that does not prepare its own inputs, since these are prepared here."""
-    return replace(
-        traits_of(model),
-        prepares_own_inputs=False,
-        needs_equal_lengths=has_dynamic_rope(model.config.get_text_config(decoder=True)),
-        supports_inputs_embeds=False,
-        has_aligned_inputs=True,
-        main_input_name=sound.main_input_name,
-        **sound.traits,
-    )
-
-
-def _smallest_window(traits: ModelTraits) -> int | None:
-    """The smallest attention window of the layers; None: there is none."""
-    windows = [window for window in traits.sliding_windows.values() if window is not None]
-    return min(windows, default=None)
 
 
 def _entries(values: Tensor, start: int, width: int) -> Tensor:
@@ -226,15 +195,15 @@ def _checked_sound(name: str, inputs: Mapping[str, Any], shape: str) -> Tensor:
     raise InputError(name, f"must be the sound of the prompt, a tensor of floats {shape}", value)
 
 
-class _KyutaiSound:
+class _KyutaiSound(SoundEncoder):
     """The codes of a codec, one set a frame, behind the frame's token (Kyutai speech-to-text)."""
 
     main_input_name = "input_values"
     applies_window = False  # its cache drops what is before the window
 
     def __init__(self, model: Any) -> None:
-        self.model = model
-        self.traits: Mapping[str, Any] = {
+        super().__init__(model)
+        self.traits = {
             "input_names": frozenset({"input_values", "audio_window_size"}),
             # The model reads padding as silence. The others are what its own generate() makes of the sound.
             "unused_inputs": frozenset(
@@ -250,8 +219,7 @@ class _KyutaiSound:
         sound = _checked_sound(self.main_input_name, inputs, "[1, 1, samples]")
         size = int(self.model.config.codec_config.frame_size)
         if sound.shape[-1] < size:
-            must = f"must have at least {size} samples, one frame"
-            raise InputError(self.main_input_name, must, sound)
+            raise InputError(self.main_input_name, f"must have at least {size} samples, one frame", sound)
         window = inputs.get("audio_window_size")
         if window is not None and (type(window) is not int or window < 1):
             raise InputError("audio_window_size", "must be None or a number of frames >= 1", window)
@@ -274,8 +242,9 @@ class _KyutaiSound:
         parts, start = [], 0
         for end in ends:
             positions = torch.arange(start, end, device=device)[None]
+            past = SimpleNamespace(get_seq_length=partial(int, start))  # nothing else of the cache is read
             prepared = model.prepare_inputs_for_generation(
-                ids[:, start:end], past_key_values=_CachedLength(start), position_ids=positions, **kwargs
+                ids[:, start:end], past_key_values=past, position_ids=positions, **kwargs
             )
             parts.append(prepared["input_ids"][0, :, 1:])
             start = end
@@ -299,22 +268,8 @@ class _KyutaiSound:
         """The token and the codes of each position [N, T, 1 + C]."""
         return {"input_ids": torch.cat((tokens[..., None], sound), -1)}
 
-    def callee(self) -> Any:
-        """The model itself."""
-        return self.model
 
-
-class _CachedLength(NamedTuple):
-    """A cache of which only the number of positions is read."""
-
-    length: int
-
-    def get_seq_length(self) -> int:
-        """The number of cached positions."""
-        return self.length
-
-
-class _VoxtralRealtimeSound:
+class _VoxtralRealtimeSound(SoundEncoder):
     """Embeddings of an audio tower, which are added to those of the tokens (Voxtral Realtime)."""
 
     main_input_name = "input_features"
@@ -323,9 +278,9 @@ class _VoxtralRealtimeSound:
     _delay_name = "num_delay_tokens"
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        super().__init__(model)
         names = frozenset({self.main_input_name, self._embeds_name, self._delay_name})
-        self.traits: Mapping[str, Any] = {"input_names": names}
+        self.traits = {"input_names": names}
 
     def max_length(self, inputs: Mapping[str, Any]) -> int:
         """As many tokens as the sound has steps, the last of which may be incomplete."""

@@ -19,18 +19,9 @@ from transformers.utils.generic import ModelOutput
 
 from descant.config.fields import RedactedMap
 from descant.core.atomic_file import write_files, write_text
-from descant.errors import InputError
-from descant.models.error_text import first_line
-from descant.models.loading import silence_transformers
-from descant.models.weight_files import WeightFiles
-
-__all__ = [
-    "BayesianDetectorConfig",
-    "BayesianDetectorModel",
-    "BayesianWatermarkDetectorModelOutput",
-    "load_detector",
-    "save_detector",
-]
+from descant.errors import InputError, first_line
+from descant.models.loading.loading import silence_transformers
+from descant.models.loading.weight_files import WeightFiles
 
 _INITIAL_BETA: Final = -2.5  # initial `beta`: few tournament rounds are between two different tokens
 _PROBABILITY_EPS: Final = 1e-5  # priors and posteriors in a loss are clamped to [eps, 1 - eps]

@@ -14,15 +14,14 @@ from torch import Tensor
 from descant.core.interfaces import KVSpan, RowCache
 from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.recurrent_state import RecurrentStateCache, state_signature
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.recurrent_state import RecurrentStateCache, state_signature
 from descant.models.model_adapter import adapter_of
 from descant.models.transformers_model import TransformersModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["KVShape", "LayerKVShape", "kv_shape_of", "max_token_bytes"]
 
 # Lengths at which the state of a recurrent model is measured: if its size grows linearly between them, it is
 # taken to grow linearly at all lengths.

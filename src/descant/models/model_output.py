@@ -1,4 +1,4 @@
-"""The base class of output objects."""
+"""The base of all outputs of generate(), apart from its classes, which import transformers' generation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections import OrderedDict
 from typing import Any
 
 from transformers.utils.generic import ModelOutput
-
-__all__ = ["GenerateOutput"]
 
 
 class GenerateOutput(ModelOutput):

@@ -3,48 +3,91 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import KVCache, KVSpan, ModelTraits, RowCache, StateCache, VisibleSlots
-from descant.core.prompt_chunk import PromptChunk
+from descant.core.interfaces import (
+    KVCache,
+    KVSpan,
+    ModelTraits,
+    PromptChunk,
+    RowCache,
+    StateCache,
+    VisibleSlots,
+)
 from descant.core.records import ForwardOutput, Proposal
-from descant.core.rows import Rows, index_rows
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.packed_attention import PackingUnsupported
-from descant.kv_cache.recurrent_state import RecurrentStateCache
-from descant.models.compiled_layers import CompiledLayers
-from descant.models.compiled_step import CompilableStore, CompiledSteps, compiled_steps_of
-from descant.models.custom_inputs import InputPreparer, RecurrentStateHandler, model_position_ids
-from descant.models.devices import input_device, is_multi_device
-from descant.models.encoder import Encoder
-from descant.models.forward_batches import ForwardBatch, ForwardBatcher
-from descant.models.forward_inputs import (
+from descant.core.rows import Rows, device_length, index_rows
+from descant.errors import InputError
+from descant.kv_cache.kernels.packed_attention import PackingUnsupported
+from descant.kv_cache.stores.dense import DenseStore, StaticStore
+from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
+from descant.models.distributed import current_barrier, input_device, is_multi_device, rank_group_of
+from descant.models.fast.compiled_layers import CompiledLayers
+from descant.models.fast.compiled_step import CompiledSteps, compiled_steps_of
+from descant.models.fast.packed_forward import PackedBatch, PackedForwards
+from descant.models.forward.batches import ForwardBatch, ForwardBatcher
+from descant.models.forward.encoder import Encoder, SelfAttentionView
+from descant.models.forward.inputs import (
+    InputPreparer,
+    RecurrentStateHandler,
+    RequestInputsMap,
     attention_mask,
     fed_tokens,
     full_tokens,
     logit_positions,
+    model_position_ids,
     needs_no_mask,
     padded_embeds,
     row_logits,
 )
-from descant.models.forward_states import collect_states
-from descant.models.forward_view import SelfAttentionView
-from descant.models.output_head import head_logits
-from descant.models.packed_forward import PackedBatch, PackedForwards
-from descant.models.peft_adapters import ADAPTER_NAME_KEY, PeftAdapters
-from descant.models.rank_group import rank_group_of
-from descant.models.request_inputs import RequestInputsMap
-from descant.models.synced_gpus import current_barrier
-from descant.models.traits import traits_of
-from descant.models.wrapped_model import eager_call
+from descant.models.forward.traits import traits_of
+from descant.models.wrapping.peft_adapters import ADAPTER_NAME_KEY, PeftAdapters
+from descant.models.wrapping.wrapped_model import eager_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TransformersModel"]
+
+_STATE_NAMES = (
+    "hidden_states",
+    "attentions",
+    "decoder_hidden_states",
+    "decoder_attentions",
+    "cross_attentions",
+)
+
+
+def collect_states(output: Any, proposal: Proposal, batch: ForwardBatch) -> Mapping[str, Any]:
+    """The states of a model's output, with the rows and lengths they belong to."""
+    states: dict[str, Any] = {name: output[name] for name in _STATE_NAMES if output.get(name) is not None}
+    index = torch.arange(batch.num_rows) if batch.rows is None else batch.rows
+    fed = batch.fed_length if batch.width > 1 else torch.ones_like(batch.cached_length)
+    num_drafts = torch.as_tensor(proposal.draft_counts(batch.rows)).expand(len(index))
+    return states | {
+        "rows": index,
+        "fed_length": fed,
+        "num_drafts": num_drafts,
+        "cached_length": batch.cached_length,
+    }
+
+
+def head_logits(model: Any, hidden: Tensor, adapters: PeftAdapters) -> Tensor:
+    """Logits of hidden states [..., D] -> [..., V]."""
+    head: Any = model.get_output_embeddings()
+    if adapters.in_use and adapters.has_layer(head):
+        must = "must be None for a method that reads logits of inner layers, since the head has adapters"
+        raise InputError(ADAPTER_NAME_KEY, must, type(head).__name__, "use model.set_adapter")
+    weight = next(head.parameters())
+    vectors = hidden.to(weight.device, weight.dtype).flatten(0, -2)
+    count = len(vectors)
+    if weight.device.type == "cpu" and 3 < count < 16:
+        # On a CPU 16 vectors take two thirds of the time of 7.
+        vectors = torch.nn.functional.pad(vectors, (0, 0, 0, 16 - count))
+    logits: Tensor = head(vectors)[:count]
+    return logits.view(*hidden.shape[:-1], -1)
 
 
 class TransformersModel:
@@ -60,7 +103,7 @@ class TransformersModel:
         self, model: PreTrainedModel, states: Sequence[str] = (), traits: ModelTraits | None = None
     ) -> None:
         self.model = self.network = model
-        self._callee: Callable[[], Any] = lambda: model  # what a forward calls
+        self._callee: Callable[[], Any] | None = None  # what a forward calls; None: the model
         self.traits: ModelTraits = traits_of(model) if traits is None else traits
         # Looked up once: transformers searches all modules.
         self.device = input_device(model)
@@ -146,42 +189,40 @@ class TransformersModel:
 
     def can_pack(self, cache: RowCache) -> bool:
         """Whether rows of different length in this cache share a forward without padding."""
-        is_plain = not (self._prompt_embeds or len(self._request_inputs) or self._adapters.in_use)
+        is_plain = not (self._prompt_embeds or self._request_inputs or self._adapters.in_use)
         return is_plain and self._packed.can_pack_cache(cache)
 
-    def piggyback(self, chunks: Sequence[PromptChunk]) -> None:
-        """Feed these chunks of prompts in the next packed forward."""
-        self._packed.chunks = chunks
-
     def forward(
-        self, rows: Rows, proposal: Proposal, cache: RowCache, with_logits: bool = True
+        self,
+        rows: Rows,
+        proposal: Proposal,
+        cache: RowCache,
+        with_logits: bool = True,
+        chunks: Sequence[PromptChunk] = (),
     ) -> ForwardOutput:
         """Feed each row's pending tokens and drafts; returns logits of the last pending token and each draft.
 
         Without `with_logits` only states are computed and logits are empty [R, K + 1, 0], if the model can.
+        `chunks` of prompts are fed beside the rows if these are packed; a chunk that was fed says so.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
-                return self.forward(rows, proposal, cache, with_logits)
+                return self.forward(rows, proposal, cache, with_logits, chunks)
         self._skip_logits = (
             not with_logits and self.traits.supports_logits_to_keep and not self.traits.prepares_own_inputs
         )
-        is_recurrent = self.traits.cache_type == "recurrent"
-        state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
-        request_keys = self._batch_keys(rows)
-        can_pack = self.can_pack(cache) and self._packed.can_pack(rows, proposal, cache, self._output_states)
-        must_pack = bool(self._packed.chunks) or self._packed.compiled_layers is not None
-        batches = self._batcher.split(rows, proposal, request_keys, state_batches, can_pack, must_pack)
+        batches = self._split(rows, proposal, cache, chunks)
         if batches[0].is_packed:
             try:
-                return self._run_packed(rows, proposal, cache, batches)
+                return self._run_packed(rows, proposal, cache, batches, chunks)
             except PackingUnsupported as error:  # raised in its first layer, before anything counts
                 self._packed.off_reason = str(error)
-                batches = self._batcher.split(rows, proposal, request_keys, state_batches)
+                batches = self._split(rows, proposal, cache)
         run = self._run_custom_inputs if self.traits.prepares_own_inputs else self._run_batch
         if len(batches) == 1:
             logits, states = run(rows, proposal, cache, batches[0])
-            if logits.shape[1] == 1:  # no row has a draft, even where others of its table have some
+            if proposal.drafts is not None and logits.shape[1] == 1:
+                # No row has a draft, even where others of its table have some.
                 logits = logits.expand(-1, proposal.width + 1, -1)
             return ForwardOutput(logits, [states] if self._output_states else ())
         all_logits: Tensor | None = None
@@ -196,9 +237,25 @@ class TransformersModel:
         assert all_logits is not None
         return ForwardOutput(all_logits, all_states if self._output_states else ())
 
+    def _split(
+        self, rows: Rows, proposal: Proposal, cache: RowCache, chunks: Sequence[PromptChunk] = ()
+    ) -> list[ForwardBatch]:
+        """The forwards of a step."""
+
+        def can_pack() -> bool:
+            return self.can_pack(cache) and self._packed.can_pack(rows, proposal, cache, self._output_states)
+
+        is_recurrent = self.traits.cache_type == "recurrent"
+        state_batches = cast(StateCache, cache).row_batches(rows.cached_length) if is_recurrent else None
+        must_pack = bool(chunks) or self._packed.compiled_layers is not None
+        batch_keys = self._batch_keys(rows)
+        return self._batcher.split(rows, proposal, batch_keys, state_batches, can_pack, must_pack)
+
     def _batch_keys(self, rows: Rows) -> dict[int, object]:
         """Keys of the requests whose inputs restrict which rows can share a forward."""
-        fresh = set(rows.request[rows.cached_length == 0].tolist()) if len(self._request_inputs) else set()
+        if not self._request_inputs:
+            return {}
+        fresh = set(rows.request[rows.cached_length == 0].tolist())
         return self._request_inputs.batch_keys(fresh, self.traits.prepares_own_inputs)
 
     # -------------------------------------------------------------------- one forward
@@ -207,17 +264,18 @@ class TransformersModel:
     ) -> tuple[Tensor, Mapping[str, Any]]:
         """One forward: logits [N, K + 1, V] in float32, and the requested states."""
         request = rows.request if batch.rows is None else rows.request[batch.rows]
-        store, has_request_inputs = cast(KVCache, cache), len(self._request_inputs) > 0
+        store = cast(KVCache, cache)
         inputs = self._token_inputs(rows, proposal, batch)
-        if batch.width == 1 and proposal.drafts is None:
+        is_decode = batch.width == 1 and proposal.drafts is None
+        if is_decode and getattr(cache, "compile_config", None) is not None:
             compiled_logits = self._run_compiled(inputs, cache, batch)
             if compiled_logits is not None:
                 return self._to_float_logits(compiled_logits), {}
-        span = self._kv_span(proposal, batch)
+        span = self._kv_span(rows, proposal, batch)
         inputs |= self._position_inputs(store, span, batch)
-        if batch.start != 0 and has_request_inputs:  # not earlier: a first forward may be repeated
+        if batch.start != 0 and self._request_inputs:  # not earlier: a first forward may be repeated
             self._request_inputs.drop_media(request.tolist())
-        if has_request_inputs or self.traits.has_own_position_ids:
+        if self._request_inputs or self.traits.has_own_position_ids:
             inputs |= self._side_inputs(inputs, batch, request.tolist())
         view = SelfAttentionView(store, span, self._is_sliding)
         if self.encoder is not None:
@@ -241,18 +299,24 @@ class TransformersModel:
             logits = logits.new_zeros(len(logits), proposal.width + 1, 0)
         if logit_index is not None:
             logits = row_logits(logits, logit_index)
-        return self._to_float_logits(logits), self._states_of(output, proposal, batch)
+        states = collect_states(output, proposal, batch) if self._output_states else {}
+        return self._to_float_logits(logits), states
 
     def _run_packed(
-        self, rows: Rows, proposal: Proposal, cache: RowCache, batches: Sequence[ForwardBatch]
+        self,
+        rows: Rows,
+        proposal: Proposal,
+        cache: RowCache,
+        batches: Sequence[ForwardBatch],
+        chunks: Sequence[PromptChunk],
     ) -> ForwardOutput:
         """Packed forwards of all rows: logits [R, K + 1, V] in float32, and the requested states."""
         packed = [PackedBatch(rows, proposal, cache, batch) for batch in batches]
-        logits, outputs = self._packed.run(packed, not self._skip_logits, bool(self._output_states))
-        for one in outputs:
-            self._count_forward(one.num_tokens)
+        logits, outputs = self._packed.run(packed, not self._skip_logits, bool(self._output_states), chunks)
+        for output in outputs:
+            self._count_forward(output.num_tokens)
         pairs = zip(outputs, batches, strict=True) if self._output_states else ()
-        states = [self._states_of(one._asdict(), proposal, batch) for one, batch in pairs]
+        states = [collect_states(output._asdict(), proposal, batch) for output, batch in pairs]
         return ForwardOutput(self._to_float_logits(logits), states)
 
     def _run_custom_inputs(
@@ -304,7 +368,8 @@ class TransformersModel:
             num_drafts = torch.as_tensor(proposal.draft_counts(batch.rows))
             first = size - 1 - num_drafts[:, None]
             logits = row_logits(logits, (first + torch.arange(proposal.width + 1)).clamp(0, size - 1))
-        return self._to_float_logits(logits), self._states_of(output, proposal, batch)
+        states = collect_states(output, proposal, batch) if self._output_states else {}
+        return self._to_float_logits(logits), states
 
     def _to_float_logits(self, logits: Tensor) -> Tensor:
         """Logits in float32 on the input device; a model on several may return them on another."""
@@ -321,23 +386,18 @@ class TransformersModel:
 
     def _run_compiled(self, inputs: dict[str, Any], cache: RowCache, batch: ForwardBatch) -> Tensor | None:
         """The logits [N, 1, V] of a compiled decode step; None if it cannot run compiled."""
-        if getattr(cache, "compile_config", None) is None or batch.rows is not None or batch.start == 0:
-            return None
-        has_side_inputs = len(self._request_inputs) or "inputs_embeds" in inputs or self._adapters.in_use
-        if self._output_states or self._skip_logits or has_side_inputs:
+        has_side_inputs = self._request_inputs or "inputs_embeds" in inputs or self._adapters.in_use
+        is_plain = not (self._output_states or self._skip_logits or has_side_inputs)
+        if not is_plain or batch.rows is not None or batch.start == 0:
             return None
         if self._compiled_steps is None:
             self._compiled_steps = compiled_steps_of(self.model, self.traits)
         logits = self._compiled_steps.run(
-            self.model, inputs["input_ids"], batch.cached_length, cast(CompilableStore, cache)
+            self.model, inputs["input_ids"], batch.cached_length, cast(StaticStore, cache)
         )
         if logits is not None:
             self._count_forward(batch.width * batch.num_rows)
         return logits
-
-    def _states_of(self, output: Any, proposal: Proposal, batch: ForwardBatch) -> Mapping[str, Any]:
-        """The requested states of an output; empty if none are requested."""
-        return collect_states(output, proposal, batch) if self._output_states else {}
 
     def _call_model(self, inputs: dict[str, Any], batch: ForwardBatch, request: Tensor) -> Any:
         """Call the model, with the requested states and the adapters of the requests [N] of its rows."""
@@ -345,8 +405,9 @@ class TransformersModel:
             inputs[f"output_{name}"] = True
         inputs["return_dict"] = True
         self._count_forward(batch.width * batch.num_rows)
-        with self._adapters.applied(request.tolist()):
-            return eager_call(self._callee())(**inputs)
+        call = eager_call(self.model if self._callee is None else self._callee())
+        with self._adapters.applied(request.tolist()) if self._adapters.in_use else nullcontext():
+            return call(**inputs)
 
     def _count_forward(self, positions: int) -> None:
         """Count a forward, and announce it to the other processes if they are synchronized."""
@@ -356,17 +417,21 @@ class TransformersModel:
         self.positions_fed += positions
 
     # -------------------------------------------------------------------- inputs
-    def _kv_span(self, proposal: Proposal, batch: ForwardBatch) -> KVSpan:
+    def _kv_span(self, rows: Rows, proposal: Proposal, batch: ForwardBatch) -> KVSpan:
         """Where the forward writes keys and values."""
         index = None if batch.rows is None else batch.rows.to(self.device, non_blocking=True)
         committed = batch.fed_length - proposal.draft_counts(batch.rows) if batch.width > 1 else None
-        span = KVSpan(
-            index, batch.start or 0, batch.width, batch.read_length, batch.rows, num_committed=committed
-        )
         if batch.start is not None:
-            return span
-        starts = batch.cached_length.to(self.device, non_blocking=True)
-        return span._replace(start=starts, host_starts=batch.cached_length)
+            return KVSpan(
+                index, batch.start, batch.width, batch.read_length, batch.rows, num_committed=committed
+            )
+        if index is None and batch.width == 1 and not rows.offset.numpy().any():
+            starts = device_length(rows) - 1  # without a copy of the cached lengths
+        else:
+            starts = batch.cached_length.to(self.device, non_blocking=True)
+        return KVSpan(
+            index, starts, batch.width, batch.read_length, batch.rows, batch.cached_length, committed
+        )
 
     def _token_inputs(self, rows: Rows, proposal: Proposal, batch: ForwardBatch) -> dict[str, Any]:
         """The fed tokens [N, T] or embeddings [N, T, D]."""
@@ -401,8 +466,10 @@ class TransformersModel:
             if self.traits.needs_position_ids and self.traits.supports_position_ids:
                 return {"position_ids": torch.arange(batch.start, batch.read_length, device=device)[None]}
             return {}
-        first = span.start[:, None] if isinstance(span.start, Tensor) else span.start
-        positions = (first + torch.arange(width, device=device)).expand(batch.num_rows, width)
+        positions = span.start[:, None] if isinstance(span.start, Tensor) else span.start
+        if width > 1 or not isinstance(positions, Tensor):
+            positions = positions + torch.arange(width, device=device)
+        positions = positions.expand(batch.num_rows, width)
         if width > 1:  # padding must not exceed a learned table of positions
             last = batch.cached_length + batch.fed_length - 1
             positions = positions.clamp(max=last.to(device)[:, None])
@@ -415,7 +482,7 @@ class TransformersModel:
         self, inputs: dict[str, Any], batch: ForwardBatch, requests: Sequence[int]
     ) -> dict[str, Any]:
         """Media, per-token inputs, and positions of models that compute their own."""
-        extras = [self._request_inputs[request] for request in requests]
+        extras = [self._request_inputs.get(request) for request in requests]
         side: dict[str, Any] = {}
         if batch.start == 0:
             if extras[0] is not None:

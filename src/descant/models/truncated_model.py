@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from descant.errors import UnsupportedModel
-from descant.models.module_copy import shallow_copy
-from descant.models.traits import traits_of
+from descant.models.forward.traits import traits_of
+from descant.models.wrapping.wrapped_model import shallow_copy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["truncate_model"]
 
 # Attributes under which modules store their number of layers, besides their config.
 _LAYER_COUNT_ATTRS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")

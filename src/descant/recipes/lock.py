@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,18 +18,12 @@ import filelock
 from descant.core.atomic_file import write_bytes
 from descant.errors import RecipeError
 
-__all__ = ["Lock", "Pin"]
-
 PATH_VARIABLE: Final = "DESCANT_RECIPES_LOCK"
 MAX_BYTES: Final = 4 << 20  # thousands of recipes
 TIMEOUT: Final = 30.0  # seconds
 _VERSION: Final = 1
 _DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-
-
-def _utc_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
@@ -40,7 +33,8 @@ class Pin:
     revision: str | None
     digest: str
     files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))  # path -> "sha256:..."
-    trusted: str = field(default_factory=_utc_now)  # time of trust, ISO 8601
+    # Time of trust, ISO 8601.
+    trusted: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "files", MappingProxyType(dict(self.files)))
@@ -93,7 +87,7 @@ class Lock:
                 raise ValueError(f"its version must be {_VERSION}: a newer Descant may have written it")
             if not isinstance(data["recipes"], dict):
                 raise ValueError("its recipes must be an object")
-            return {key: Pin.from_json(one) for key, one in data["recipes"].items()}
+            return {key: Pin.from_json(pin) for key, pin in data["recipes"].items()}
         except RecursionError:
             raise self._unreadable_error("nested too deep") from None
         except ValueError as error:  # also of JSON and Unicode decoding
@@ -134,12 +128,12 @@ class Lock:
                 if pins != before:
                     self._write(pins)
         except filelock.Timeout:
-            advice = "another process holds it; wait for that one to end"
-            raise RecipeError(self._name, f"the lock file is in use for {TIMEOUT:.0f} s: {advice}") from None
+            problem = f"is in use for {TIMEOUT:.0f} s: another process holds it; wait for that one to end"
+            raise self._error(problem) from None
         except OSError as error:
-            advice = f"set {PATH_VARIABLE} to a file that can be"
             reason = error.strerror or type(error).__name__
-            raise RecipeError(self._name, f"the lock file cannot be written ({reason}): {advice}") from None
+            problem = f"cannot be written ({reason}): set {PATH_VARIABLE} to a file that can be"
+            raise self._error(problem) from None
 
     def _write(self, pins: Mapping[str, Pin]) -> None:
         """Replace the file atomically."""
@@ -154,33 +148,24 @@ class Lock:
     def _read_text(self) -> str | None:
         """The text of the file; None if there is no file."""
         try:
-            # O_NONBLOCK: opening a pipe must not wait for its other end.
-            descriptor = os.open(
-                self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-            )
+            size = self.path.stat().st_size
+            if not self.path.is_file():  # to read a pipe would wait for its other end
+                raise self._unreadable_error("it is no regular file")
+            if size > MAX_BYTES:
+                raise self._unreadable_error(f"it is larger than {MAX_BYTES} bytes")
+            return self.path.read_bytes().decode()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise self._unreadable_error(error.strerror or type(error).__name__) from None
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
-            raise self._unreadable_error("it is no regular file")
-        with os.fdopen(descriptor, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise self._unreadable_error(f"it is larger than {MAX_BYTES} bytes")
-        try:
-            return data.decode()
         except UnicodeDecodeError:
             raise self._unreadable_error("it is not UTF-8") from None
 
-    @property
-    def _name(self) -> str:
-        return str(self.path)
-
     def _unreadable_error(self, why: str) -> RecipeError:
-        advice = "fix it, or move it away and trust each recipe again"
-        return RecipeError(self._name, f"the lock file cannot be read ({why}): {advice}")
+        return self._error(f"cannot be read ({why}): fix it, or move it away and trust each recipe again")
+
+    def _error(self, problem: str) -> RecipeError:
+        return RecipeError(str(self.path), f"the lock file {problem}")
 
 
 def _default_path() -> Path:

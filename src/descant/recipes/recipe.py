@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from descant.config.fields import freeze
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
-from descant.core.traits import StrategyTraits
 from descant.errors import ConfigError, InputError, RecipeError
-from descant.recipes.kinds import KIND_METHODS, RECIPE_KINDS, REQUIRED_MEMBERS
+from descant.recipes.recipe_files import KIND_METHODS, RECIPE_KINDS, REQUIRED_MEMBERS
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the interfaces take torch, which the list of recipes does not need
+    from descant.core.interfaces import StrategyTraits
     from descant.recipes.recipe_files import RecipeFiles
 
-__all__ = ["Recipe"]
 
 # Members of the interfaces that a recipe may leave out, and what the engine then uses.
 _MEMBER_DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "strategy": {"traits": StrategyTraits(), "required_states": (), "drafter": None, "has_groups": False},
+    "strategy": {"required_states": (), "drafter": None, "has_groups": False},
     "wrapper": {"required_states": ()},
 }
 _MAX_ROWS: Final = 2**16
@@ -93,11 +92,9 @@ class Recipe:
     def argument_names(self) -> frozenset[str]:
         """The names of the recipe's own arguments."""
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        return frozenset(
-            name
-            for name, one in self._parameters.items()
-            if one.kind in named and name not in self._positional_names
-        )
+        # The first ones are positional arguments that the engine passes.
+        own = list(self._parameters.items())[len(RECIPE_KINDS[self.kind]) :]
+        return frozenset(name for name, parameter in own if parameter.kind in named)
 
     @cached_property
     def key(self) -> tuple[Hashable, ...]:
@@ -117,12 +114,10 @@ class Recipe:
     def call(self, *positional: Any, **extra: Any) -> Any:
         """Call the recipe's callable with positional arguments, bound arguments and extra ones."""
         arguments = {**self.arguments, **extra}
-        required = [
-            name for name in self._parameters if name in self.argument_names and self._is_required(name)
-        ]
-        missing = [name for name in required if name not in arguments]
-        if missing:
-            raise RecipeError(self.name, f"needs an argument `{missing[0]}`: pass it beside `recipe`")
+        for name, parameter in self._parameters.items():
+            is_missing = name in self.argument_names and name not in arguments
+            if is_missing and parameter.default is inspect.Parameter.empty:
+                raise RecipeError(self.name, f"needs an argument `{name}`: pass it beside `recipe`")
         return self.make(*positional, **arguments)
 
     def build(self, *positional: Any) -> Any:
@@ -136,11 +131,17 @@ class Recipe:
         for name, default in _MEMBER_DEFAULTS.get(self.kind, {}).items():
             if not hasattr(part, name):
                 setattr(part, name, default)
+        if self.kind == "strategy" and not hasattr(part, "traits"):
+            from descant.core.interfaces import StrategyTraits
+
+            part.traits = StrategyTraits()
         return part
 
     @property
     def strategy_traits(self) -> StrategyTraits:
         """The traits that its strategy class declares; of a function nothing is known but the defaults."""
+        from descant.core.interfaces import StrategyTraits
+
         declared = getattr(self.make, "traits", None)
         return declared if isinstance(declared, StrategyTraits) else StrategyTraits()
 
@@ -212,21 +213,7 @@ class Recipe:
         if self.contents is None or name not in self.configs:
             available = ", ".join(self.configs) or "none"
             raise RecipeError(self.name, f"has no generation config `{name}`: it has {available}")
-        try:
-            data = json.loads(self.contents.files[name])
-        except (ValueError, RecursionError):
-            raise RecipeError(self.name, f"its `{name}` must be JSON") from None
-        if not isinstance(data, dict):
-            raise RecipeError(self.name, f"its `{name}` must hold an object")
-        return GenerationConfig.from_dict(data)
-
-    def _is_required(self, name: str) -> bool:
-        return self._parameters[name].default is inspect.Parameter.empty
-
-    @property
-    def _positional_names(self) -> tuple[str, ...]:
-        """The names of the positional arguments that the engine passes."""
-        return tuple(self._parameters)[: len(RECIPE_KINDS[self.kind])]
+        return GenerationConfig.from_dict(json.loads(self.contents.files[name]))  # checked when it was read
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -238,7 +225,8 @@ class Recipe:
     @cached_property
     def accepts_kwargs(self) -> bool:
         """Whether it accepts arbitrary keyword arguments."""
-        return any(one.kind == inspect.Parameter.VAR_KEYWORD for one in self._parameters.values())
+        parameters = self._parameters.values()
+        return any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
     def check_arguments(self, arguments: Iterable[str]) -> None:
         """Raise RecipeError for unknown arguments."""

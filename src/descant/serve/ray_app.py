@@ -1,7 +1,6 @@
 """The server as an application of Ray Serve: replicas, autoscaling and restarts are Ray's."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,16 +8,13 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from descant.errors import InputError
-from descant.serve.api_keys import KeyRing
-from descant.serve.application import ServerApplication
-from descant.serve.assembly import EngineOptions, load_application
-from descant.serve.settings import ServerSettings
-
-__all__ = ["RayArguments", "build_app"]
+from descant.serve.application import EngineOptions, ServerApplication, load_application
+from descant.serve.http.keys import KeyRing
+from descant.serve.settings import ServerSettings, model_name
 
 
 class RayArguments(BaseModel):
-    """What `serve run descant.serve.ray_app:build_app NAME=VALUE ...` accepts."""
+    """The arguments of `serve run descant.serve.ray_app:build_app NAME=VALUE ...`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -105,8 +101,7 @@ def _load_application(options: RayArguments) -> ServerApplication:
     if not keys and not options.allow_anonymous:
         do = "set API keys with `api_keys` or DESCANT_API_KEYS, or give `allow_anonymous=true`"
         raise InputError("allow_anonymous", "must be true without API keys", False, do)
-    path = Path(options.model)
-    name = options.served_model_name or (path.resolve().name if path.exists() else options.model)
+    name = options.served_model_name or model_name(options.model)
     settings = ServerSettings(model_name=name, keys=keys, **options.server)
     kv_bytes = None if options.kv_memory is None else int(options.kv_memory * 2**30)
     engine = EngineOptions(kv_bytes=kv_bytes, dtype=options.dtype, device=options.device, **options.engine)

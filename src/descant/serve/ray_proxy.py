@@ -12,9 +12,7 @@ from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from descant.serve.api_errors import ApiError
-
-__all__ = ["ErrorAtEnd", "middlewares"]
+from descant.serve.http.errors import ApiError
 
 
 class ErrorAtEnd:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from descant.config.generation_config import GenerationConfig
 from descant.errors import ConfigError
-from descant.serve.api_errors import ApiError
-from descant.serve.api_keys import KeyRing
-
-__all__ = ["ServerSettings", "check_model_name"]
+from descant.serve.http.errors import ApiError
+from descant.serve.http.keys import KeyRing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +58,12 @@ class ServerSettings:
     def model_names(self) -> tuple[str, ...]:
         """All names that a request may use for the model."""
         return (self.model_name, *self.aliases)
+
+
+def model_name(source: str) -> str:
+    """The name that requests use for a model: on the Hub its own, of a folder the folder's."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else source
 
 
 def check_model_name(settings: ServerSettings, name: str) -> None:

@@ -17,18 +17,25 @@
 `toy` makes a tiny model with random weights. `check_cache` uses hypothesis: `pip install descant[testing]`.
 """
 
-from descant.models.tiny_llama import toy
-from descant.testing.admission_schedule import Schedule, failing_request
-from descant.testing.cache import CacheTraits, ReferenceCache, check_cache, check_generation
+from descant.models.loading.tiny_llama import toy
+from descant.testing.cache import CacheTraits, check_cache, check_generation
 from descant.testing.config import check_config_roundtrip
-from descant.testing.drafter import check_drafter
-from descant.testing.drafts import check_drafts
+from descant.testing.drafter import check_drafter, check_drafts
 from descant.testing.faults import FaultInjector, check_isolation
-from descant.testing.outcome import Outcome, compare, outcomes
+from descant.testing.outcome import (
+    Outcome,
+    Schedule,
+    check_admission,
+    check_batch,
+    check_schedule,
+    check_seed,
+    compare,
+    failing_request,
+    outcomes,
+)
 from descant.testing.processor import check_processor
 from descant.testing.recipe import check_recipe
-from descant.testing.requests import check_admission, check_batch, check_seed
-from descant.testing.schedule import check_schedule
+from descant.testing.reference_cache import ReferenceCache
 
 __all__ = [
     "CacheTraits",

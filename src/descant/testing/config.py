@@ -8,8 +8,6 @@ from pathlib import Path
 
 from descant.config.generation_config import GenerationConfig
 
-__all__ = ["check_config_roundtrip"]
-
 
 def check_config_roundtrip(config: GenerationConfig) -> None:
     """A config is preserved by roundtrips through a dict, a file, pickling and copying."""

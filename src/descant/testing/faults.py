@@ -10,15 +10,13 @@ from typing import Any, Final
 
 import torch
 
-from descant.engine.planner import as_model
+from descant.engine.planning.planner import as_model
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Failed, Finished, Request, Session
-from descant.engine.table import Table
-from descant.kv_cache.cached_row import unwrap_cache
-from descant.kv_cache.paged import PagedStore
+from descant.engine.tables.table import Table
+from descant.kv_cache.row_views import unwrap_cache
+from descant.kv_cache.stores.paged import PagedStore
 from descant.testing.outcome import Outcome
-
-__all__ = ["MODEL_SEAMS", "FaultInjector", "check_isolation"]
 
 Fault = Callable[[], Any]  # raises, or returns what the call returns instead
 
@@ -141,7 +139,9 @@ class _FaultyRun:
                 admit(table, numbers, *args)
             except Exception:
                 if self._injector.seam.endswith("add_requests"):
-                    self._owners.update(self._index_of[one] for one in numbers if one in self._index_of)
+                    self._owners.update(
+                        self._index_of[number] for number in numbers if number in self._index_of
+                    )
                 raise
             self._injector.patch_table(table)
             for number in numbers:
@@ -192,7 +192,7 @@ class _FaultyRun:
         for index, alone in enumerate(expected):
             event = self._ended[index]
             if isinstance(event, Finished):
-                tokens = [one.tokens.tolist() for one in event.hypotheses]
+                tokens = [hypothesis.tokens.tolist() for hypothesis in event.hypotheses]
                 if tokens != alone.tokens:
                     raise AssertionError(f"request {index} differs by {where}: {tokens}, not {alone.tokens}")
             elif index not in self._owners and not (injector.repeats and injector.seam == "model.forward"):

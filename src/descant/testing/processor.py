@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +14,7 @@ from descant.core.context import columns_from_rows
 from descant.core.interfaces import Processor
 from descant.core.records import Context, RowParams
 from descant.core.rows import Rows
-from descant.decoding.processors import as_processor
-
-__all__ = ["check_processor"]
+from descant.decoding.processors.base import as_processor
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,12 @@ def check_processor(
         ]
         alone = [_run_checked(adapted, [line], rng)[0] for line in lines]
         invalid = {rng.randrange(len(lines)): value for value in (-torch.inf, torch.nan)}
+        constant = {
+            index: replace(lines[index], scores=torch.full_like(lines[index].scores, value))
+            for index, value in invalid.items()
+        }
         for order in (list(range(len(lines))), rng.sample(range(len(lines)), len(lines))):
-            batch = [
-                _with_constant_scores(lines[index], invalid[index]) if index in invalid else lines[index]
-                for index in order
-            ]
+            batch = [constant.get(index, lines[index]) for index in order]
             for index, result in zip(order, _run_checked(adapted, batch, rng), strict=True):
                 if index not in invalid:
                     _check_same(alone[index], result, f"line {index} in the order {order}", tolerance)
@@ -72,10 +71,6 @@ def _random_line(rng: random.Random, vocabulary: int, params: Mapping[str, Any])
     return _ScoreLine(
         [rng.randrange(vocabulary) for _ in range(length)], rng.randint(0, length), scores, params
     )
-
-
-def _with_constant_scores(line: _ScoreLine, value: float) -> _ScoreLine:
-    return _ScoreLine(line.tokens, line.prompt_length, torch.full_like(line.scores, value), line.params)
 
 
 def _padded_tokens(lines: Sequence[_ScoreLine], rng: random.Random, extra: int = 0) -> Tensor:
@@ -134,15 +129,9 @@ def _check_drafts(port: Processor, lines: Sequence[_ScoreLine], rng: random.Rand
     results = port.process(context, scores).view(len(lines), width + 1, vocabulary)
     for row, line in enumerate(lines):
         for slot in range(int(num_drafts[row]) + 1):
-            extended = _ScoreLine(
-                line.tokens + drafts[row, :slot].tolist(), line.prompt_length, line.scores, line.params
-            )
-            _check_same(
-                _run_checked(port, [extended], rng)[0],
-                results[row, slot],
-                f"line {row} after {slot} drafts",
-                tolerance,
-            )
+            extended = replace(line, tokens=line.tokens + drafts[row, :slot].tolist())
+            alone, label = _run_checked(port, [extended], rng)[0], f"line {row} after {slot} drafts"
+            _check_same(alone, results[row, slot], label, tolerance)
 
 
 def _check_same(alone: Tensor, other: Tensor, label: str, tolerance: float) -> None:

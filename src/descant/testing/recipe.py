@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +13,27 @@ from torch import Tensor
 from descant.api.generate import generate
 from descant.api.stream import stream
 from descant.config.generation_config import GenerationConfig
-from descant.core.records import DraftContext, Proposal
+from descant.core.interfaces import DraftContext
+from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.engine.planner import as_model, make_plan
+from descant.decoding.speculative.draft_model import padded_drafts
+from descant.engine.planning.planner import as_model, make_plan
 from descant.engine.session import Request
 from descant.errors import ConfigError, InputError
-from descant.models.tiny_llama import toy
+from descant.models.loading.tiny_llama import toy
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
 from descant.testing.drafter import check_drafter
-from descant.testing.outcome import TOLERANCE, Outcome, compare, outcomes
+from descant.testing.outcome import (
+    TOLERANCE,
+    Outcome,
+    check_admission,
+    check_batch,
+    check_seed,
+    compare,
+    outcomes,
+)
 from descant.testing.processor import check_processor
-from descant.testing.requests import check_admission, check_batch, check_seed
-
-__all__ = ["check_recipe"]
 
 _PROMPT_LENGTHS: Final = (3, 7, 1, 5, 4, 6, 2)
 _NUM_NEW_TOKENS: Final = 20  # per request, about
@@ -132,22 +139,23 @@ class _RecipeChecker:
         ids = torch.tensor([prompt * 2 for prompt in self._equal_length_prompts()])
         call = partial(generate, self.model, recipe=self.recipe, max_new_tokens=_NUM_NEW_TOKENS // 2)
         before = _model_fingerprint(self.model)
-        one, two, three = (_call_seeded(call, ids, seed) for seed in (0, 0, 1))
+        first, again, other = (_call_seeded(call, ids, seed) for seed in (0, 0, 1))
         after = _model_fingerprint(self.model)
         changed = [name for name in before if before[name] != after.get(name)]
         changed += sorted(after.keys() - before.keys())
         self._require(not changed, f"changed the model: its {changed[:1]} is not what it was")
         self._require(
-            _has_same_result(one.result, two.result), "called twice under the same seed, returned two results"
+            _has_same_result(first.result, again.result),
+            "called twice under the same seed, returned two results",
         )
-        if not _has_same_result(one.result, three.result):
+        if not _has_same_result(first.result, other.result):
             return  # it samples: rows cannot be compared
         self._require(
-            not (one.used_rng or three.used_rng),
+            not (first.used_rng or other.used_rng),
             "used torch's generator, though its result does not depend on it",
         )
         self._check_row_independence(
-            one.result, [_call_seeded(call, ids[row : row + 1], 0).result for row in range(len(ids))]
+            first.result, [_call_seeded(call, ids[row : row + 1], 0).result for row in range(len(ids))]
         )
 
     # -------------------------------------------------------------------- requests
@@ -275,28 +283,22 @@ class _KnownTextDrafter:
 
     def draft(self, rows: Rows, max_drafts: Tensor, context: DraftContext) -> Proposal:  # noqa: ARG002
         """The next tokens, for a table of one request."""
-        width, vocabulary = int(max_drafts.max()), max(self._tokens) + 1
-        padded, counts = [], []
+        vocabulary, drafts = max(self._tokens) + 1, []
         for row in range(len(rows)):
             start = int(rows.length[row]) - self._prompt_length
             draft = [
                 token if (start + step) % 3 else (token + 1) % vocabulary
                 for step, token in enumerate(self._tokens[start : start + int(max_drafts[row])])
             ]
-            padded.append([*draft, *[0] * (width - len(draft))])
-            counts.append(len(draft))
-        if not max(counts):
-            return Proposal()
-        max_count = max(counts)
-        drafts = torch.tensor(padded, device=rows.tokens.device)[:, :max_count]
-        return Proposal(None, drafts, torch.tensor(counts))
+            drafts.append(draft)
+        return padded_drafts(drafts, rows.tokens.device)
 
 
-class _SeededResult:
+class _SeededResult(NamedTuple):
     """The result of a seeded call, and whether it used torch's generator."""
 
-    def __init__(self, result: Any, used_rng: bool) -> None:
-        self.result, self.used_rng = result, used_rng
+    result: Any
+    used_rng: bool
 
 
 def _call_seeded(call: Callable[..., Any], ids: Tensor, seed: int) -> _SeededResult:
@@ -313,26 +315,31 @@ def _sequences_of(result: Any) -> Tensor | None:
     return sequences if isinstance(sequences, Tensor) and sequences.ndim == 2 else None
 
 
-def _has_same_result(one: Any, other: Any) -> bool:
+def _has_same_result(result: Any, other: Any) -> bool:
     """Whether two results are equal, by their sequences or else by `repr`."""
-    first, second = _sequences_of(one), _sequences_of(other)
-    if first is not None and second is not None:
-        return torch.equal(first, second)
-    return repr(one) == repr(other)
+    sequences, other_sequences = _sequences_of(result), _sequences_of(other)
+    if sequences is not None and other_sequences is not None:
+        return torch.equal(sequences, other_sequences)
+    return repr(result) == repr(other)
 
 
 def _model_fingerprint(model: Any) -> dict[str, Any]:
-    """What a call must not change: weights, configs, modes, hooks and attributes of a model."""
+    """All that a call must not change: weights, configs, modes, hooks and attributes of a model."""
     fingerprint: dict[str, Any] = {
-        f"weight `{name}`": (one.dtype, one.shape, float(one.double().sum()), float(one.double().abs().sum()))
-        for name, one in model.state_dict().items()
+        f"weight `{name}`": (
+            weight.dtype,
+            weight.shape,
+            float(weight.double().sum()),
+            float(weight.double().abs().sum()),
+        )
+        for name, weight in model.state_dict().items()
     }
     for name, module in model.named_modules():
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
         fingerprint[f"module `{name}`"] = (module.training, hooks, sorted(vars(module)))
     for name in ("config", "generation_config"):
-        one = getattr(model, name, None)
-        fingerprint[f"`{name}`"] = None if one is None else repr(one.to_dict())
+        config = getattr(model, name, None)
+        fingerprint[f"`{name}`"] = None if config is None else repr(config.to_dict())
     return fingerprint
 
 

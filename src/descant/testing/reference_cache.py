@@ -10,8 +10,6 @@ from torch import Tensor
 
 from descant.core.interfaces import KVSpan, VisibleSlots
 
-__all__ = ["ReferenceCache", "Retention", "RetentionPolicy"]
-
 KVEntry = tuple[Tensor, Tensor]  # key and value of one position, [H, D] each
 # Maps the positions of a row to the visible ones of a layer, in slot order.
 RetentionPolicy = Callable[[Sequence[int]], Sequence[int]]
@@ -151,11 +149,8 @@ class ReferenceCache:
 
     def _policy(self, layer: int) -> RetentionPolicy | None:
         """The retention policy of a layer; None: all positions."""
-        return (
-            self._retention
-            if self._retention is None or callable(self._retention)
-            else self._retention[layer]
-        )
+        retention = self._retention
+        return retention if retention is None or callable(retention) else retention[layer]
 
     def _span_rows(self, span: KVSpan) -> list[tuple[int, int]]:
         """The rows of a span, each with its start."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from descant.tokenization.stop_strings import StopStringBuffer
 
-__all__ = ["IncrementalDetokenizer"]
-
 _REPLACEMENT_CHAR = "\ufffd"  # decoders write it for invalid or incomplete UTF-8
 _MAX_PARTIAL_BYTES = 3  # of an incomplete UTF-8 character; a token has at least one
 _CONTEXT_TOKENS = 8  # tokens kept as context when the window is trimmed
@@ -98,13 +96,8 @@ class IncrementalDetokenizer:
             if text.startswith(known)
             else self._decode(self._window_ids[self._num_emitted :])
         )
-        (
-            self._window_ids,
-            self._window_text,
-            self._emitted_text,
-            self._num_emitted,
-            self._partial_prompt_text,
-        ) = [], "", "", 0, None
+        self._window_ids, self._window_text, self._emitted_text = [], "", ""
+        self._num_emitted, self._partial_prompt_text = 0, None
         new = self._drop_skipped(new)
         return new if self._stop_buffer is None else self._stop_buffer.feed(new) + self._stop_buffer.flush()
 
@@ -201,11 +194,8 @@ class IncrementalDetokenizer:
     def _keep_last(self, count: int, text: str, num_pending: int) -> None:
         """Keep the last tokens; all of their text but `num_pending` characters was returned."""
         self._num_emitted = max(self._num_emitted - (len(self._window_ids) - count), 0)
-        self._window_ids, self._window_text, self._emitted_text = (
-            self._window_ids[-count:],
-            text,
-            text[: len(text) - num_pending],
-        )
+        self._window_ids, self._window_text = self._window_ids[-count:], text
+        self._emitted_text = text[: len(text) - num_pending]
 
     def _is_skipped_special(self, token: int) -> bool:
         """Whether decoding skips this token as a special token."""

@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Final
 
-__all__ = ["RunningText", "TextPiece", "escape_invisible", "is_hidden", "join_pieces"]
-
 TextPiece = tuple[str, bool]  # the displayed text, and whether it is an escape
 
 _SYMBOLS: Final = {"\n": "↵", "\t": "⇥"}

@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from descant.config.limits import texts_problem
+from descant.config.field_types import texts_problem
 from descant.errors import InputError
 from descant.tokenization.token_bytes import TokenBytes
-
-__all__ = ["StopStringBuffer", "StopStringMatcher", "normalize_stop_strings"]
 
 # What is kept for each vocabulary of matchers that no request uses any more.
 _MAX_MATCHERS = 32
@@ -52,7 +50,7 @@ class _ByteAutomaton(NamedTuple):
     def from_strings(cls, strings: Sequence[bytes]) -> _ByteAutomaton:
         """The automaton of some strings; state 0 is the empty prefix."""
         prefixes = sorted(
-            {one[:n] for one in strings for n in range(len(one) + 1)}, key=lambda p: (len(p), p)
+            {text[:n] for text in strings for n in range(len(text) + 1)}, key=lambda p: (len(p), p)
         )
         state_of = {prefix: state for state, prefix in enumerate(prefixes)}
         next_state = np.zeros((len(prefixes), 256), np.int32)
@@ -394,3 +392,65 @@ class StopStringBuffer:
         """The text held back, once no more text follows."""
         text, self._buffer = self._buffer, ""
         return text
+
+
+class PhraseMatcher:
+    """Matches phrases across any token boundaries; special tokens have no text."""
+
+    def __init__(self, vocabulary: TokenBytes, strings: Sequence[str]) -> None:
+        self.matcher = StopStringMatcher(vocabulary.without_special, strings)
+        self._phrase_bytes = [string.encode() for string in self.matcher.strings]
+        self._token_bytes = vocabulary.without_special.bytes
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any, strings: Sequence[str]) -> PhraseMatcher:
+        """The matcher of a tokenizer and its phrases, cached while in use."""
+        vocabulary, key = TokenBytes.from_tokenizer(tokenizer), tuple(sorted(set(strings)))
+        with _ban_lock:
+            matchers = _ban_matchers.setdefault(vocabulary, weakref.WeakValueDictionary())
+            matcher = matchers.get(key)
+            if matcher is None:
+                matcher = matchers[key] = cls(vocabulary, key)
+            return matcher
+
+    def partial_tokens(self, state: int, tokens: Sequence[int]) -> int:
+        """The number of last tokens that a partial match in this state covers."""
+        depth = int(self.matcher.matched_bytes[state])
+        count = 0
+        while depth > 0:
+            count += 1
+            depth -= len(self._bytes_of(tokens[-count]))
+        return count
+
+    def match_start(self, tokens: Sequence[int], skip: int = 0) -> int | None:
+        """The index of the token where a phrase starts that the last token completes; the latest of several.
+
+        Matches that start in the first `skip` bytes are ignored.
+        """
+        pieces = [self._bytes_of(token) for token in tokens]
+        text = b"".join(pieces)
+        last_start = len(text) - len(pieces[-1])  # a match must end beyond this
+        offset = max(
+            text.rfind(phrase, max(last_start - len(phrase) + 1, skip, 0)) for phrase in self._phrase_bytes
+        )
+        if offset < 0:
+            return None
+        index = 0
+        while offset >= len(pieces[index]):
+            offset -= len(pieces[index])
+            index += 1
+        return index
+
+    def num_bytes(self, tokens: Sequence[int]) -> int:
+        """The number of bytes of these tokens."""
+        return sum(len(self._bytes_of(token)) for token in tokens)
+
+    def _bytes_of(self, token: int) -> bytes:
+        return self._token_bytes[token] if 0 <= token < len(self._token_bytes) else b""
+
+
+_ban_matchers: weakref.WeakKeyDictionary[
+    TokenBytes, weakref.WeakValueDictionary[tuple[str, ...], PhraseMatcher]
+]
+_ban_matchers = weakref.WeakKeyDictionary()
+_ban_lock = threading.Lock()

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from descant.errors import InputError
 
-__all__ = ["TokenBytes"]
-
 DecoderStep = Mapping[str, Any]  # one decoder step, as in a tokenizer file
 
 _METASPACE = "▁"  # sentencepiece's space

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from descant.tokenization.token_bytes import TokenBytes
 
-__all__ = ["HealedSuffix", "TokenPrefixIndex"]
-
 
 class TokenPrefixIndex:
     """The text tokens of a vocabulary, sorted by their bytes for prefix search."""

@@ -17,8 +17,6 @@ from descant.core.records import Observation, ProcessorTrace
 from descant.core.rows import index_rows
 from descant.trace.records import CandidateRecord, ChoiceRecord, ProcessorRecord, TokenShift
 
-__all__ = ["LogitPosition", "LogitSummary", "fetch_choices", "processor_name"]
-
 _LOGPROB_TOLERANCE = 1e-4  # log-probabilities that differ by less count as equal
 _MAX_SHIFTS = 3  # tokens recorded of those a processor shifted most, and of those it removed
 NestedList = list[Any]  # the result of `tolist`
@@ -89,7 +87,6 @@ class LogitSummary:
     positions: Sequence[LogitPosition]
     num_top: int
     required_tokens: Array  # [L, W] tokens, padded
-    is_unprocessed: bool  # whether no processor or wrapper changed the model's logits
     tensors: list[Tensor] = field(default_factory=list)
     processor_lines: list[tuple[str, list[int]]] = field(default_factory=list)  # name -> position numbers
 
@@ -113,8 +110,7 @@ class LogitSummary:
             for position in positions
         ]
         required = np.array(padded, dtype=np.int64).reshape(len(positions), width)
-        unprocessed = not observation.processor_traces and not wrapped and recorded_scores is None
-        summary = cls(positions, min(num_top, observation.logits.shape[-1]), required, unprocessed)
+        summary = cls(positions, min(num_top, observation.logits.shape[-1]), required)
         if not positions:
             return summary
         cache, num_positions = _LogSoftmaxCache(), observation.logits.shape[1]
@@ -123,7 +119,7 @@ class LogitSummary:
         raw = processed = cache.get(raw_logits, flat_index)
         if recorded_scores is not None:
             processed = cache.get(recorded_scores, [position.recorded_line or 0 for position in positions])
-        elif not unprocessed:
+        elif observation.processor_traces or wrapped:
             processed = cache.get(observation.scores.flatten(0, 1), flat_index)
         summary._add_candidates(raw, processed)
         if num_top:
@@ -144,12 +140,10 @@ class LogitSummary:
     def _add_candidates(self, raw: _LogSoftmax, processed: _LogSoftmax) -> None:
         """Entropies, the likeliest tokens and the required tokens."""
         required = torch.from_numpy(self.required_tokens).to(raw.log_probs.device, non_blocking=True)
-        distributions = (raw,) if self.is_unprocessed else (raw, processed)
-        self.tensors += [distribution.entropy for distribution in distributions]
-        self.tensors += [distribution.gather(required) for distribution in distributions]
-        for distribution in distributions if self.num_top else ():
+        self.tensors += [raw.entropy, processed.entropy, raw.gather(required), processed.gather(required)]
+        for distribution in (processed, raw) if self.num_top else ():  # raw order fills up
             top = distribution.top_tokens(self.num_top)
-            self.tensors += [top, *(other.gather(top) for other in distributions)]
+            self.tensors += [top, raw.gather(top), processed.gather(top)]
 
     def _add_processor(
         self,
@@ -214,17 +208,9 @@ class LogitSummary:
         arrays = iter([_to_rounded_list(part) for part in values])
         if not self.positions:
             return []
-        entropy = next(arrays)
-        entropy_left = entropy if self.is_unprocessed else next(arrays)
-        raw_required = next(arrays)
-        processed_required = raw_required if self.is_unprocessed else next(arrays)
+        entropy, entropy_left, raw_required, processed_required = (next(arrays) for _ in range(4))
         candidates: list[list[CandidateRecord]] = [[] for _ in self.positions]
-        tops: list[tuple[NestedList, NestedList, NestedList]] = []
-        for _ in range((1 if self.is_unprocessed else 2) if self.num_top else 0):
-            tokens, raw = next(arrays), next(arrays)
-            tops.append((tokens, raw, raw if self.is_unprocessed else next(arrays)))
-        if len(tops) == 2:
-            tops.reverse()  # processed order first; raw order fills up
+        tops = [[next(arrays) for _ in range(3)] for _ in range(2 if self.num_top else 0)]
         for number, position in enumerate(self.positions):
             chosen: dict[int, CandidateRecord] = {}
             for tokens, raw, processed in tops:
@@ -307,5 +293,5 @@ def _processor_record(name: str, values: Sequence[Any]) -> ProcessorRecord:
             # The last group holds removed tokens, padded with others; impossible tokens cannot shift.
             if before_log_prob > -math.inf and (number < 2 or after_log_prob == -math.inf):
                 shifts.setdefault(int(token), TokenShift(int(token), before_log_prob, after_log_prob))
-    ordered = tuple(sorted(shifts.values(), key=lambda one: (-one.before, -one.after)))
+    ordered = tuple(sorted(shifts.values(), key=lambda shift: (-shift.before, -shift.after)))
     return ProcessorRecord(name, int(kept), int(cut), mass if math.isfinite(mass) else 0.0, ordered)

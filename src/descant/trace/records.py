@@ -15,31 +15,9 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, get_args, get_origin, get_type_hints
 
 from descant.errors import TraceError
-
-__all__ = [
-    "TRACE_FORMAT",
-    "TRACE_VERSION",
-    "CandidateRecord",
-    "ChoiceRecord",
-    "ProcessorRecord",
-    "RequestRecord",
-    "ResultRecord",
-    "ReturnedSequence",
-    "RowRecord",
-    "RunRecord",
-    "StepRecord",
-    "TokenShift",
-    "TokenTexts",
-    "TraceHeader",
-    "TraceRecord",
-    "TruncationRecord",
-    "read_records",
-    "round_finite",
-    "to_json_line",
-]
 
 TRACE_FORMAT: Final = "descant-trace"
 TRACE_VERSION: Final = 1
@@ -69,9 +47,8 @@ class ProcessorRecord:
     kept: int  # possible tokens after it
     cut: int = 0  # tokens that it removed
     mass: float = 0.0  # probability of the removed tokens before it
-    moved: tuple[
-        TokenShift, ...
-    ] = ()  # the likeliest before it, the most shifted, some removed ones; likeliest first
+    # The likeliest before it, the most shifted, some removed ones; likeliest first.
+    moved: tuple[TokenShift, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -201,8 +178,8 @@ class TruncationRecord:
 
 TraceRecord = TraceHeader | RequestRecord | TokenTexts | StepRecord | ResultRecord | TruncationRecord
 _RECORD_TYPES: Final[Mapping[str, type[Any]]] = {
-    one.kind: one
-    for one in (TraceHeader, RequestRecord, TokenTexts, StepRecord, ResultRecord, TruncationRecord)
+    record_type.kind: record_type
+    for record_type in (TraceHeader, RequestRecord, TokenTexts, StepRecord, ResultRecord, TruncationRecord)
 }
 
 
@@ -243,15 +220,15 @@ def round_finite(value: float | None) -> float | None:
 def _nondefault_fields(record: Any) -> dict[str, Any]:
     """The fields of a record that differ from their default, as JSON values."""
     return {
-        one.name: _to_json(value)
-        for one in dataclasses.fields(record)
-        if (value := getattr(record, one.name)) != _field_default(one) or one.name in ("format", "version")
+        spec.name: _to_json(value)
+        for spec in dataclasses.fields(record)
+        if (value := getattr(record, spec.name)) != _field_default(spec) or spec.name in ("format", "version")
     }
 
 
-def _field_default(one: dataclasses.Field[Any]) -> Any:
+def _field_default(spec: dataclasses.Field[Any]) -> Any:
     """The default of a field; MISSING, which equals no value, if it has none."""
-    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+    return spec.default if spec.default_factory is dataclasses.MISSING else spec.default_factory()
 
 
 def _to_json(value: Any) -> Any:
@@ -261,9 +238,9 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, CandidateRecord) and value.raw == value.processed:
         return [value.token, round_finite(value.raw)]
     if isinstance(value, list | tuple):
-        return [_to_json(one) for one in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, Mapping):
-        return {str(name): one for name, one in value.items()}  # JSON already: not rounded
+        return {str(name): item for name, item in value.items()}  # JSON already: not rounded
     return _nondefault_fields(value) if dataclasses.is_dataclass(value) else value
 
 
@@ -275,23 +252,22 @@ def _parse_finite(text: str) -> float:
     return float(text) if math.isfinite(float(text)) else _reject_constant(text[:40])
 
 
-def _int(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not -(2**53) < value < 2**53:
-        raise ValueError(f"{str(value)[:40]!r} for a whole number")
+# ------------------------------------------------------------------------ parsing
+def _checked(value: Any, kinds: type | tuple[type, ...], expected: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise ValueError(f"{str(value)[:40]!r} for {expected}")
     return value
 
 
 def _count(value: Any) -> int:
-    if _int(value) < 0:
-        raise ValueError(f"{value!r} for a count")
+    if not 0 <= _checked(value, int, "a whole number") < 2**53:
+        raise ValueError(f"{str(value)[:40]} for a count")
     return int(value)
 
 
 def _float(value: Any) -> float:
     """A finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{str(value)[:40]!r} for a number")
-    return float(value)
+    return float(_checked(value, (int, float), "a number"))
 
 
 def _log_prob(value: Any) -> float:
@@ -300,49 +276,54 @@ def _log_prob(value: Any) -> float:
 
 
 def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{str(value)[:40]!r} for a text")
-    return value
+    return str(_checked(value, str, "a text"))
 
 
 def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{str(value)[:40]!r} for an object")
-    return value
+    return dict(_checked(value, dict, "an object"))
 
 
 def _token_texts(value: Any) -> dict[int, str]:
     return {_count(int(token)): _str(text) for token, text in _object(value).items()}
 
 
-def _optional(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else parse(value)
-
-
-def _list_of(parse: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
-    def each(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list):
-            raise ValueError(f"{str(value)[:40]!r} for a list")
-        return tuple(map(parse, value))
-
-    return each
-
-
 def _candidate(value: Any) -> CandidateRecord:
-    if not isinstance(value, list) or len(value) not in (2, 3):
+    if len(_checked(value, list, "a candidate")) not in (2, 3):
         raise ValueError(f"{str(value)[:40]!r} for a candidate")
     return CandidateRecord(_count(value[0]), _log_prob(value[1]), _log_prob(value[-1]))
 
 
 def _token_shift(value: Any) -> TokenShift:
-    if not isinstance(value, list) or len(value) != 3:
+    if len(_checked(value, list, "a moved token")) != 3:
         raise ValueError(f"{str(value)[:40]!r} for a moved token")
     return TokenShift(_count(value[0]), _log_prob(value[1]), _log_prob(value[2]))
 
 
-def _object_parser(kind: type[Any]) -> Callable[[Any], Any]:
+_PARSERS: dict[Any, Callable[[Any], Any]] = {
+    int: _count, float: _float, str: _str, CandidateRecord: _candidate, TokenShift: _token_shift,
+    Mapping[str, Any]: _object, Mapping[int, str]: _token_texts,
+}  # fmt: skip
+
+
+def _parser(annotation: Any) -> Callable[[Any], Any]:
+    """The parser of a field by its annotation, or of the objects of a record class."""
+    if annotation not in _PARSERS:
+        arguments = get_args(annotation)
+        if dataclasses.is_dataclass(annotation):
+            _PARSERS[annotation] = _object_parser(annotation)
+        elif get_origin(annotation) is tuple:  # tuple[X, ...]
+            item = _parser(arguments[0])
+            _PARSERS[annotation] = lambda value: tuple(map(item, _checked(value, list, "a list")))
+        else:  # X | None
+            given = _parser(arguments[0])
+            _PARSERS[annotation] = lambda value: None if value is None else given(value)
+    return _PARSERS[annotation]
+
+
+def _object_parser(record: Any) -> Callable[[Any], Any]:
     """A parser for objects of a record class, with one rule per field and no other fields."""
-    rules = _FIELD_PARSERS[kind]
+    hints = get_type_hints(record)
+    rules = {spec.name: _parser(hints[spec.name]) for spec in dataclasses.fields(record)}
 
     def parse(value: Any) -> Any:
         given = _object(value)
@@ -350,80 +331,28 @@ def _object_parser(kind: type[Any]) -> Callable[[Any], Any]:
             if name not in rules:
                 raise ValueError(f"an unknown field {name[:40]!r}")
         try:
-            return kind(**{name: rules[name](one) for name, one in given.items()})
+            return record(**{name: rules[name](item) for name, item in given.items()})
         except TypeError as error:  # a required field is missing
-            raise ValueError(f"{kind.__name__} without {str(error).rpartition(': ')[2]}") from None
+            raise ValueError(f"{record.__name__} without {str(error).rpartition(': ')[2]}") from None
 
     return parse
 
 
-def _version(value: Any) -> int:
-    if _int(value) != TRACE_VERSION:
-        raise ValueError(f"version {value}, and this descant reads version {TRACE_VERSION}")
-    return TRACE_VERSION
-
-
-def _format(value: Any) -> str:
-    if value != TRACE_FORMAT:
-        raise ValueError(f"{str(value)[:40]!r} for the format {TRACE_FORMAT!r}")
-    return TRACE_FORMAT
-
-
-_FIELD_PARSERS: dict[type[Any], dict[str, Callable[[Any], Any]]] = {}
-_FIELD_PARSERS[ProcessorRecord] = {
-    "name": _str,
-    "kept": _count,
-    "cut": _count,
-    "mass": _float,
-    "moved": _list_of(_token_shift),
-}
-_FIELD_PARSERS[ChoiceRecord] = {
-    "entropy": _float, "left": _float, "top": _list_of(_candidate),
-    "stages": _list_of(_object_parser(ProcessorRecord)),
-}  # fmt: skip
-_FIELD_PARSERS[RunRecord] = {
-    "tokens": _list_of(_count), "nodes": _list_of(_count), "slot": _count, "back": _count,
-    "score": _optional(_float), "met": _optional(_count), "reason": _optional(_str),
-}  # fmt: skip
-_FIELD_PARSERS[RowRecord] = {
-    "request": _count, "at": _count, "slot": _count, "looks": _list_of(_object_parser(ChoiceRecord)),
-    "drafts": _list_of(_count), "runs": _list_of(_object_parser(RunRecord)),
-}  # fmt: skip
-_FIELD_PARSERS[ReturnedSequence] = {
-    "tokens": _list_of(_count), "reason": _str, "leaf": _count, "score": _optional(_float),
-    "unmet": _optional(_list_of(_count)),
-}  # fmt: skip
-_FIELD_PARSERS[TraceHeader] = {
-    "descant": _str, "model": _str, "vocabulary": _count, "top": _count, "limit": _count,
-    "format": _format, "version": _version,
-}  # fmt: skip
-_FIELD_PARSERS[RequestRecord] = {
-    "request": _count, "root": _count, "prompt": _list_of(_count), "method": _str, "config": _object,
-    "stages": _list_of(_str), "beams": _count, "groups": _count, "sequences": _count,
-    "drafter": _optional(_str), "demands": _optional(_count),
-}  # fmt: skip
-_FIELD_PARSERS[TokenTexts] = {"texts": _token_texts, "special": _list_of(_count)}
-_FIELD_PARSERS[StepRecord] = {
-    "step": _count,
-    "seconds": _float,
-    "rows": _list_of(_object_parser(RowRecord)),
-    "cache": _optional(_count),
-}
-_FIELD_PARSERS[ResultRecord] = {
-    "request": _count,
-    "sequences": _list_of(_object_parser(ReturnedSequence)),
-    "error": _optional(_str),
-}
-_FIELD_PARSERS[TruncationRecord] = {"step": _count, "what": _str}
-_RECORD_PARSERS: Final = {name: _object_parser(kind) for name, kind in _RECORD_TYPES.items()}
+_RECORD_PARSERS: Final = {name: _parser(record) for name, record in _RECORD_TYPES.items()}
 
 
 def _parse_record(given: Any) -> Any:
     """A parsed line as a record."""
-    named = dict(_object(given))
+    named = _object(given)
     kind = named.pop("kind", None)
     if kind not in _RECORD_PARSERS:
         raise ValueError(f"{str(kind)[:40]!r} for a kind of record")
-    if kind == TraceHeader.kind and not {"format", "version"} <= named.keys():
-        raise ValueError("a header without format and version")
-    return _RECORD_PARSERS[kind](named)
+    record = _RECORD_PARSERS[kind](named)
+    if kind == TraceHeader.kind:
+        if not {"format", "version"} <= named.keys():
+            raise ValueError("a header without format and version")
+        if record.format != TRACE_FORMAT:
+            raise ValueError(f"{record.format[:40]!r} for the format {TRACE_FORMAT!r}")
+        if record.version != TRACE_VERSION:
+            raise ValueError(f"version {record.version}, and this descant reads version {TRACE_VERSION}")
+    return record

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
-from descant.trace.pictures.terminal import TerminalCanvas
-from descant.trace.render import trace_html, trace_iframe, trace_svg, trace_text
-from descant.trace.trace_data import TraceData
-
-__all__ = ["Trace"]
+from descant.trace.pictures.drawing import render_svg, render_terminal
+from descant.trace.pictures.page import render_page
+from descant.trace.trace_data import TraceData, TraceSelection
 
 
 class Trace(TraceData):
@@ -16,7 +15,7 @@ class Trace(TraceData):
 
     def html(self, beside: TraceData | None = None, title: str | None = None) -> str:
         """All pictures as one self-contained HTML page, of this run or of two side by side."""
-        return trace_html(self, beside, title)
+        return render_page(self, beside, title)
 
     def svg(self, picture: str = "tree", *, beside: TraceData | None = None, **where: Any) -> str:
         """One picture as SVG: "tree", "text", "processors", "speculation" or "beside".
@@ -24,7 +23,7 @@ class Trace(TraceData):
         `request`, `sequence` and `step` select what is drawn. Default: the first request, its best sequence,
         its last step.
         """
-        return trace_svg(self, picture, beside, where)
+        return render_svg(TraceSelection.of(self, **where), picture, beside)
 
     def text(
         self,
@@ -36,7 +35,12 @@ class Trace(TraceData):
         **where: Any,
     ) -> str:
         """The same picture as lines of text; with `colour`, for a terminal that has colours."""
-        return trace_text(self, picture, beside, TerminalCanvas(width, colour), where)
+        return render_terminal(TraceSelection.of(self, **where), picture, beside, width, colour)
 
     def _repr_html_(self) -> str:
-        return trace_iframe(self)
+        """The page in an iframe, so that the styles of a notebook and of the page do not mix."""
+        source = html.escape(self.html(), quote=True)
+        return (
+            f'<iframe title="Trace of a run" sandbox="allow-scripts" srcdoc="{source}" '
+            'style="width:100%;height:640px;border:0"></iframe>'
+        )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from descant.core.rows import Rows
 from descant.errors import InputError
 from descant.tokenization.token_bytes import TokenBytes
 from descant.trace.logit_summary import LogitPosition, LogitSummary, fetch_choices
-from descant.trace.record_buffer import RecordBuffer
 from descant.trace.records import (
     RequestRecord,
     ResultRecord,
@@ -27,12 +26,55 @@ from descant.trace.records import (
     TokenTexts,
     TraceHeader,
     TraceRecord,
+    TruncationRecord,
     round_finite,
+    to_json_line,
 )
 from descant.trace.trace import Trace
 from descant.trace.trace_data import MAX_TRACE_BYTES
 
-__all__ = ["Tracer"]
+_DETAIL_SHARE: Final = 0.7  # share of the limit beyond which only the chosen tokens are recorded
+_STEP_SHARE: Final = 0.9  # share beyond which no steps are recorded, to leave room for results
+_RESERVED_BYTES: Final = 256  # for truncation records
+
+
+class RecordBuffer:
+    """Records whose JSON lines never exceed the byte limit."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.records: list[TraceRecord] = []
+        self.num_bytes = 0
+        self._truncated: set[str] = set()
+
+    def is_truncated(self, category: str) -> bool:
+        """Whether records of this category are no longer accepted."""
+        return category in self._truncated
+
+    def add(self, *records: TraceRecord, what: str, step: int) -> bool:
+        """Append records that belong together if they fit, else note the truncation; whether they fit."""
+        lines = [to_json_line(record) for record in records]
+        size = sum(map(len, lines)) + len(lines)
+        limit = self.limit * _STEP_SHARE if what in ("steps", "requests") else self.limit
+        if self.is_truncated(what) or self.num_bytes + size > limit - _RESERVED_BYTES:
+            self.truncate(what, step)
+            return False
+        self._append(*records, size=size)
+        if self.num_bytes > self.limit * _DETAIL_SHARE:
+            self.truncate("details", step + 1)
+        return True
+
+    def truncate(self, category: str, step: int) -> None:
+        """Accept no records of this category from this step on."""
+        if not self.is_truncated(category):
+            self._truncated.add(category)
+            note = TruncationRecord(step, category)
+            self._append(note, size=len(to_json_line(note)) + 1)
+
+    def _append(self, *records: TraceRecord, size: int) -> None:
+        self.records += records
+        self.num_bytes += size
+
 
 _MIN_LIMIT = 4096  # bytes
 
@@ -157,10 +199,8 @@ class Tracer:
         root = self._new_node(-1, -1)
         request = replace(request, root=root)
         self._wrappers[request.request] = wrapper
-        texts = self._new_texts(request.prompt)
-        if self._buffer.add(*texts, request, what="requests", step=self._step):
+        if self._write(request, request.prompt, "requests", self._step):
             self._requests[request.request] = request
-            self._mark_texts_written(texts)
         return root
 
     def observe(self, observation: Observation, proposal: Proposal, selection: Selection) -> Selection:
@@ -172,11 +212,11 @@ class Tracer:
         new_nodes = self._add_runs(rows, nodes, entries, selection)
         self._add_finished_runs(rows, nodes, entries, selection)
         if not self._buffer.is_truncated("steps"):
-            flat = [one for group in entries.values() for one in group]
-            lines = [one.positions(observation.logits.shape[1]) for one in flat]
+            flat = [entry for group in entries.values() for entry in group]
+            lines = [entry.positions(observation.logits.shape[1]) for entry in flat]
             top = 0 if self._buffer.is_truncated("details") else self.top
             requests = rows.request.tolist()
-            wrappers = [self._wrappers[one] for one in requests]
+            wrappers = [self._wrappers[request] for request in requests]
             summary = LogitSummary.from_observation(
                 observation, [line for group in lines for line in group], top, wrappers
             )
@@ -225,25 +265,22 @@ class Tracer:
                         )
                     )
                 start += count
-        texts = self._new_texts(_mentioned_tokens(rows))
-        if self._buffer.add(
-            *texts, StepRecord(number, seconds, tuple(rows), cache), what="steps", step=number
-        ):
+        record = StepRecord(number, seconds, tuple(rows), cache)
+        if self._write(record, _mentioned_tokens(rows), "steps", number):
             self._num_recorded_nodes = len(self._node_parents)
-            self._mark_texts_written(texts)
 
     def record_result(self, request: int, hypotheses: Sequence[Hypothesis]) -> None:
         """Record the sequences of a finished request."""
         sequences: list[ReturnedSequence] = []
-        for one in hypotheses if request in self._requests else ():
-            tokens = tuple(one.tokens.tolist())
+        for hypothesis in hypotheses if request in self._requests else ():
+            tokens = tuple(hypothesis.tokens.tolist())
             sequences.append(
                 ReturnedSequence(
                     tokens,
-                    one.reason,
-                    self._last_recorded_node(request, one),
-                    round_finite(one.score),
-                    one.unmet_constraints,
+                    hypothesis.reason,
+                    self._last_recorded_node(request, hypothesis),
+                    round_finite(hypothesis.score),
+                    hypothesis.unmet_constraints,
                 )
             )
         self._write_result(ResultRecord(request, tuple(sequences)))
@@ -274,8 +311,8 @@ class Tracer:
         if proposal.drafts is not None:
             counts = torch.as_tensor(proposal.draft_counts()).expand(len(rows)).tolist()
             for row, (tokens, count) in enumerate(zip(proposal.drafts.tolist(), counts, strict=True)):
-                for one in entries[row]:
-                    one.drafts = tuple(tokens[:count])
+                for entry in entries[row]:
+                    entry.drafts = tuple(tokens[:count])
         return dict(sorted(entries.items()))
 
     def _add_runs(
@@ -298,18 +335,15 @@ class Tracer:
             row_entries = entries[row]
             run = row_entries[0].drafts[: max(accepted[new], 0)] + ((tokens[new],) if emits[new] == 1 else ())
             slot = before[row] if slots is None else slots[new]
-            run_nodes, last = self._append_nodes(nodes[row], run, max(-accepted[new], 0))
-            new_nodes.append(last)
-            self._entry_of_group(row_entries, int(rows.request[row]), slot).runs.append(
-                RunRecord(
-                    run,
-                    run_nodes,
-                    slot,
-                    max(-accepted[new], 0),
-                    None if scores is None else round_finite(scores[new]),
-                    None if constraint_steps is None else int(constraint_steps[new]),
-                )
+            record = RunRecord(
+                run,
+                (),
+                slot,
+                max(-accepted[new], 0),
+                None if scores is None else round_finite(scores[new]),
+                None if constraint_steps is None else int(constraint_steps[new]),
             )
+            new_nodes.append(self._add_run(row_entries, int(rows.request[row]), nodes[row], record))
         return new_nodes
 
     def _add_finished_runs(
@@ -334,46 +368,33 @@ class Tracer:
             # Its last tokens are not in the row yet, unless they were pending there.
             num_new = len(hypothesis.tokens) - int(rows.length[row] - rows.prompt_length[row])
             run = tuple(hypothesis.tokens[len(hypothesis.tokens) - num_new :].tolist()) if num_new > 0 else ()
-            run_nodes, last = self._append_nodes(nodes[row], run, max(-num_new, 0))
-            self._entry_of_group(entries[row], request, slot).runs.append(
-                RunRecord(
-                    run,
-                    run_nodes,
-                    slot,
-                    max(-num_new, 0),
-                    round_finite(hypothesis.score),
-                    hypothesis.constraint_steps,
-                    hypothesis.reason,
-                )
-            )
+            score, steps = round_finite(hypothesis.score), hypothesis.constraint_steps
+            record = RunRecord(run, (), slot, max(-num_new, 0), score, steps, hypothesis.reason)
+            last = self._add_run(entries[row], request, nodes[row], record)
             self._leaves[id(hypothesis)] = (request, hypothesis, last)
 
     def _beam_group(self, request: int, slot: int) -> int:
         record = self._requests.get(request)
         return 0 if record is None else slot * record.groups // max(record.beams, 1)
 
-    def _entry_of_group(self, entries: Sequence[_RowEntry], request: int, slot: int) -> _RowEntry:
-        """The entry of the beam group that a slot belongs to."""
-        if len(entries) > 1:
-            group = self._beam_group(request, slot)
-            return next((one for one in entries if self._beam_group(request, one.slot) == group), entries[0])
-        return entries[0]
+    def _add_run(self, entries: Sequence[_RowEntry], request: int, node: int, run: RunRecord) -> int:
+        """Add a run below a node to the entry of its beam group; returns the last node."""
+        for _ in range(run.back):
+            node = self._node_parents[node]
+        nodes = []
+        for token in run.tokens:
+            node = self._new_node(node, token)
+            nodes.append(node)
+        group = self._beam_group(request, run.slot)
+        in_group = (entry for entry in entries if self._beam_group(request, entry.slot) == group)
+        next(in_group, entries[0]).runs.append(replace(run, nodes=tuple(nodes)))
+        return node
 
     # -------------------------------------------------------------------- nodes
     def _new_node(self, parent: int, token: int) -> int:
         self._node_parents.append(parent)
         self._node_tokens.append(token)
         return len(self._node_parents) - 1
-
-    def _append_nodes(self, node: int, tokens: Sequence[int], num_back: int) -> tuple[tuple[int, ...], int]:
-        """Append nodes after taking back `num_back` of them; returns the new nodes and the last node."""
-        for _ in range(num_back):
-            node = self._node_parents[node]
-        nodes = []
-        for token in tokens:
-            node = self._new_node(node, token)
-            nodes.append(node)
-        return tuple(nodes), node
 
     def _last_recorded_node(self, request: int, hypothesis: Hypothesis) -> int:
         """The last recorded node of a sequence."""
@@ -400,30 +421,24 @@ class Tracer:
         request = result.request
         self._wrappers.pop(request, None)
         if request in self._requests:
-            texts = self._new_texts([token for one in result.sequences for token in one.tokens])
-            if self._buffer.add(*texts, result, what="results", step=self._step):
-                self._mark_texts_written(texts)
+            tokens = (token for sequence in result.sequences for token in sequence.tokens)
+            self._write(result, tokens, "results", self._step)
             del self._requests[request]
-        self._leaves = {key: one for key, one in self._leaves.items() if one[0] != request}
+        self._leaves = {key: leaf for key, leaf in self._leaves.items() if leaf[0] != request}
 
     # -------------------------------------------------------------------- texts
-    def _new_texts(self, tokens: Iterable[int]) -> list[TokenTexts]:
-        """A record of the texts of these tokens that are not recorded yet."""
-        vocabulary = self._vocabulary
-        if vocabulary is None:
-            return []
-        new = sorted(set(tokens) - self._written_texts)
-        if not new:
-            return []
-        texts = {
-            one: vocabulary.bytes[one].decode("utf-8", "surrogateescape") if one < vocabulary.size else ""
-            for one in new
-        }
-        return [TokenTexts(texts, tuple(one for one in new if one in vocabulary.special_ids))]
-
-    def _mark_texts_written(self, texts: Sequence[TokenTexts]) -> None:
-        for one in texts:
-            self._written_texts |= one.texts.keys()
+    def _write(self, record: TraceRecord, tokens: Iterable[int], what: str, step: int) -> bool:
+        """Add a record behind the texts of its tokens that are not recorded yet; whether they fit."""
+        new, vocabulary = sorted(set(tokens) - self._written_texts), self._vocabulary
+        if vocabulary is None or not new:
+            return self._buffer.add(record, what=what, step=step)
+        data = {token: vocabulary.bytes[token] if token < vocabulary.size else b"" for token in new}
+        texts = {token: text.decode("utf-8", "surrogateescape") for token, text in data.items()}
+        special = tuple(token for token in new if token in vocabulary.special_ids)
+        fits = self._buffer.add(TokenTexts(texts, special), record, what=what, step=step)
+        if fits:
+            self._written_texts.update(new)
+        return fits
 
 
 def _package_version() -> str:
@@ -440,8 +455,8 @@ def _mentioned_tokens(rows: Sequence[RowRecord]) -> set[int]:
     for row in rows:
         tokens |= {*row.drafts, *(token for run in row.runs for token in run.tokens)}
         for choice in row.looks:
-            tokens |= {one.token for one in choice.top}
-            tokens |= {one.token for stage in choice.stages for one in stage.moved}
+            tokens |= {candidate.token for candidate in choice.top}
+            tokens |= {shift.token for stage in choice.stages for shift in stage.moved}
     return tokens
 
 

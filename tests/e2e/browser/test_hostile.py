@@ -13,9 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from descant.tokenization.display import escape_invisible, join_pieces
-from descant.trace.pictures.selection import PICTURES
-from descant.trace.token_text import text_pieces
 from descant.trace.trace import Trace
+from descant.trace.trace_data import PICTURES, text_pieces
 from tests.e2e.browser import hostile, sample_pages
 from tests.e2e.browser.chromium import Sheet
 

@@ -25,6 +25,7 @@ NAMED = {
 }  # fmt: skip
 
 
+@pytest.mark.ci_cases("beside-dark", "sampling-light", "speculation-dark")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", SEEN)
 def test_texts_stand_out_from_what_is_behind_them(name: str, scheme: str, runs: Runs, sheet: Open) -> None:

@@ -12,8 +12,7 @@ from playwright.sync_api import Page, expect
 from descant import Trace
 from descant.tokenization.display import join_pieces
 from descant.trace.records import RowRecord
-from descant.trace.token_text import token_pieces
-from descant.trace.tree import Node
+from descant.trace.trace_data import Node, token_pieces
 from tests.e2e.browser import reading
 from tests.e2e.browser.chromium import Sheet
 from tests.e2e.browser.runs import RUNS, Runs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from descant.trace.pictures import text_stats
+from descant.trace.pictures import text as text_stats
 from descant.trace.records import (
     CandidateRecord,
     ChoiceRecord,

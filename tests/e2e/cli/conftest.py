@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from descant.cli.application import build_app
-from descant.models import loading
+from descant.models.loading import loading
 from tests.support import pretrained
 
 TEMPLATE = (

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 import descant as package
-from descant.cli.chat import chat_commands, conversation, line_input, state_files
+from descant.cli.chat import command as line_input
+from descant.cli.chat import conversation
+from descant.cli.chat import conversation as state_files
 
 OPTIONS = ("--max-new-tokens", 6)
 HINT = "/help lists commands, /exit leaves\n"
@@ -74,7 +76,7 @@ def test_set_changes_the_next_answer(descant, loaded, talker, lines):
         ("/set output_scores=true", "`output_scores` has no use"),
         ("/set num_return_sequences=2", "`num_return_sequences` must be 1 in a conversation, got 2"),
         ("/set logprobs=2", "`logprobs` has no use in a conversation, got 2"),
-        ("/quit", f"`command` must be one of {', '.join(chat_commands.COMMANDS)}, got '/quit'"),
+        ("/quit", f"`command` must be one of {', '.join(conversation.COMMANDS)}, got '/quit'"),
         ("/undo", "`/undo` needs a turn before it"),
         ("/regenerate", "`/regenerate` needs a reply before it"),
         ("/undo 2", "`/undo` takes no argument, got '2'"),
@@ -95,7 +97,7 @@ def test_mistakes_change_nothing(descant, loaded, talker, line, message):
 def test_help_and_config(descant, talker):
     result = descant("chat", talker, "--num-beams", 2, input="/help\n/config\n/set num_beams=3\n/config\n")
     assert result.stdout == ""
-    assert chat_commands.help_text() in result.stderr
+    assert conversation.help_text() in result.stderr
     assert "beam search, 2 beams" in result.stderr
     assert "beam search, 3 beams" in result.stderr
     assert "512 new tokens" in result.stderr
@@ -363,8 +365,8 @@ def test_without_the_prompt_the_error_names_the_extra(descant, talker, monkeypat
     ],
 )
 def test_what_completes_a_line(text, expected):
-    assert [new for _, new, _ in chat_commands.completions(text)] == expected
-    assert all(text.endswith(replaced) for replaced, _, _ in chat_commands.completions(text))
+    assert [new for _, new, _ in conversation.completions(text)] == expected
+    assert all(text.endswith(replaced) for replaced, _, _ in conversation.completions(text))
 
 
 def test_files_are_completed_after_their_commands(tmp_path):

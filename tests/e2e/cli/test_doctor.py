@@ -16,9 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from descant.cli.doctor import command, laws, machine, parity, speed, vllm_process
+from descant.cli.doctor import checks as laws
+from descant.cli.doctor import checks as parity
+from descant.cli.doctor import command, speed
+from descant.cli.doctor import report as machine
+from descant.cli.doctor import speed as vllm_process
+from descant.cli.doctor.checks import CheckedModel, logit_rounding, token_prompts
 from descant.cli.doctor.report import CheckRow, DoctorReport, Fact
-from descant.cli.doctor.subject import Subject, logit_rounding, token_prompts
 from descant.testing import toy
 
 
@@ -28,8 +32,8 @@ def only(*names: str) -> list[str]:
 
 
 @pytest.fixture
-def subject() -> Subject:
-    return Subject("tiny", toy(), lambda name: toy().to(getattr(torch, name)))
+def subject() -> CheckedModel:
+    return CheckedModel("tiny", toy(), lambda name: toy().to(getattr(torch, name)))
 
 
 def mute(_: str) -> None:
@@ -324,9 +328,9 @@ def test_its_help_does_not_pay_for_its_imports():
             if isinstance(node, ast.ImportFrom) and node.module:
                 waiting += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
                 assert node.module.split(".")[:2] != ["descant", "testing"], name
-                assert node.module != "descant.models.tiny_llama", name
+                assert node.module != "descant.models.loading.tiny_llama", name
     assert {"descant.cli.doctor.command", "descant.cli.command"} <= seen
-    assert not {"descant.cli.doctor.machine", "descant.cli.doctor.laws"} & seen
+    assert not {"descant.cli.doctor.report", "descant.cli.doctor.checks"} & seen
 
 
 # ------------------------------------------------------------------------ prompts and rounding

@@ -12,14 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 import descant
-from descant.cli.application import build_app
+from descant.cli.application import COMMAND_GROUPS, COMMANDS, build_app
 from descant.cli.chat.command import ChatCommand
-from descant.cli.command_table import COMMAND_GROUPS, COMMANDS
-from descant.cli.error_text import error_text, with_option_names
 from descant.cli.generate import GenerateCommand
-from descant.cli.options import cli_fields, option_name
-from descant.cli.train import TrainCommand
-from descant.cli.watermark import DetectCommand
+from descant.cli.options import cli_fields, error_text, option_name, with_option_names
+from descant.cli.watermark.command import DetectCommand, TrainCommand
 from descant.errors import ConfigError, DescantError, InputError, UntrustedRecipe
 from tests.support.config_cases import CASES
 

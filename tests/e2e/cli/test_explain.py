@@ -9,8 +9,8 @@ import pytest
 
 import descant as package
 from descant import GenerationConfig
-from descant.engine.planner import as_model
-from descant.models.loading import load_meta_model
+from descant.engine.planning.planner import as_model
+from descant.models.loading.loading import load_meta_model
 
 
 def test_version(descant):

@@ -8,8 +8,8 @@ import pytest
 
 import descant as package
 from descant.cli import terminal
-from descant.cli.stream_printer import StreamPrinter
-from descant.models.loading import load
+from descant.cli.output import StreamPrinter
+from descant.models.loading.loading import load
 from tests.support.pretrained import folder
 
 PROMPT = "Once upon a time"

@@ -12,9 +12,8 @@ import torch
 import transformers
 
 from descant.errors import InputError, MissingExtra
-from descant.models import loading
-from descant.models.gguf_files import GgufFile
-from descant.models.gguf_header import GgufHeader, MalformedGguf
+from descant.models.loading import loading
+from descant.models.loading.weight_files import GgufFile, GgufHeader, MalformedGguf
 from tests.support import pretrained
 from tests.support.gguf_writer import write_llama
 
@@ -95,7 +94,7 @@ def test_a_file_that_is_not_there(descant, name):
 def test_a_file_on_the_hub_is_named_by_its_repository(monkeypatch, tiny):
     asked = []
     cached = lambda repository, file: asked.append((repository, file)) or str(tiny / "tiny-q8.gguf")  # noqa: E731
-    monkeypatch.setattr("descant.models.gguf_files.cached_file", cached)
+    monkeypatch.setattr("descant.models.loading.weight_files.cached_file", cached)
     found = GgufFile.find("ann/model-GGUF/q8/model.gguf")
     assert asked == [("ann/model-GGUF", "q8/model.gguf")]
     assert found == GgufFile(str(tiny), "tiny-q8.gguf")

@@ -12,9 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from descant.cli.application import build_app
+from descant.cli.application import COMMAND_GROUPS, COMMANDS, build_app
 from descant.cli.command import typer_callback
-from descant.cli.command_table import COMMAND_GROUPS, COMMANDS
 
 ALL = {(name,): entry for name, entry in COMMANDS.items()} | {
     (group, name): entry for group, (_, some) in COMMAND_GROUPS.items() for name, entry in some.items()

@@ -52,6 +52,7 @@ def expected(model, tokenizer, row, **options):
     return texts
 
 
+@pytest.mark.ci_cases("3")
 @pytest.mark.parametrize("width", [1, 3])
 def test_round_trip(descant, loaded, talker, tmp_path, width):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"

@@ -13,15 +13,14 @@ from typer.testing import CliRunner
 
 from descant import ConfigError, GenerationConfig
 from descant.cli import options
-from descant.cli.application import build_app
+from descant.cli.application import COMMANDS, build_app
 from descant.cli.command import ConfigCommand, typer_callback
-from descant.cli.command_table import COMMANDS
-from descant.config.generation_config import FIELDS, GROUPS, UNSUPPORTED
+from descant.config.generation_config import FIELDS, GROUPS
 from tests.support.config_cases import CASES
 
 # Not on a command line: a function and objects; and a key, which other users would see.
 UNSAYABLE = {"prefix_allowed_tokens_fn", "constraints", "watermarking_config"}
-OFFERED = FIELDS.keys() - UNSUPPORTED.keys() - UNSAYABLE
+OFFERED = FIELDS.keys() - UNSAYABLE
 GENERATION_COMMANDS = [name for name, entry in COMMANDS.items() if issubclass(entry.load(), ConfigCommand)]
 VALUES = [(name, value) for name in FIELDS if name in OFFERED for value in CASES[name][0]]
 

@@ -14,9 +14,9 @@ import pytest
 import descant as package
 from descant import testing
 from descant.cli import recipe as commands
-from descant.recipes.kinds import RECIPE_KINDS
 from descant.recipes.loading import inspect_recipe
 from descant.recipes.lock import Lock
+from descant.recipes.recipe_files import RECIPE_KINDS
 from tests.support.pretrained import ROOT
 
 PROMPT = "Once upon a time"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import descant as package
-from descant.cli.wav_file import wav_bytes
-from descant.models import loading
+from descant.cli.output import wav_bytes
+from descant.models.loading import loading
 from tests.support.sound_folders import FOLDERS, higgs_sound_model
 
 PROMPT = "the last station"

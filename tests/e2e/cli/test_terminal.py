@@ -10,8 +10,8 @@ import pytest
 
 from descant.api.stream import StreamEvent
 from descant.cli import terminal
-from descant.cli.jsonl_output import JsonlStream
-from descant.cli.stream_printer import StreamPrinter
+from descant.cli.jsonl import JsonlStream
+from descant.cli.output import StreamPrinter
 from descant.tokenization.display import is_hidden
 
 HOSTILE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b1m\u202eé\r"

@@ -7,11 +7,13 @@ import json
 import pytest
 import torch
 
-from descant.decoding.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
-from descant.decoding.watermark.schemes.keys import fingerprint, new_settings, write_settings
-from descant.decoding.watermark.schemes.synthid import Tournament
-from descant.decoding.watermark.synthid import SynthIDTextWatermarkDetector
+from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
+from descant.decoding.watermark.keys import fingerprint, new_settings, write_settings
+from descant.decoding.watermark.synthid import (
+    SynthIDTextWatermarkDetector,
+    SynthIDTextWatermarkLogitsProcessor,
+    Tournament,
+)
 from descant.decoding.watermark.training import compute_metrics
 from descant.models.bayesian_detector import BayesianDetectorModel, load_detector
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 import descant as package
+from descant.config.watermarking_config import as_watermarking_config
 from descant.decoding.watermark.detection import Detector
-from descant.decoding.watermark.explain import VERDICT_TEXTS, explain_verdict
-from descant.decoding.watermark.schemes import as_watermarking_config
-from descant.decoding.watermark.schemes.keys import (
+from descant.decoding.watermark.keys import (
     KEY_FILE_VARIABLE,
     KEY_VARIABLE,
     fingerprint,
     read_settings,
 )
-from descant.decoding.watermark.schemes.synthid import get_tournament, repetition_mask
+from descant.decoding.watermark.report import VERDICT_TEXTS, explain_verdict
+from descant.decoding.watermark.synthid import get_tournament, repetition_mask
 from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel, save_detector
-from descant.models.loading import load, load_tokenizer
+from descant.models.loading.loading import load, load_tokenizer
 
 PROMPT = "Once upon a time"
 SECRET = 8123456789012
@@ -349,7 +349,7 @@ def test_other_warnings_are_left_to_python(descant, stories, key, monkeypatch):
     seen = []
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: seen.append(str(message)))
     monkeypatch.setattr(
-        "descant.models.loading.load_tokenizer",
+        "descant.models.loading.loading.load_tokenizer",
         lambda name: (warnings.warn("odd", stacklevel=1), load_tokenizer(name))[1],
     )
     with warnings.catch_warnings():

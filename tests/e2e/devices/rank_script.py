@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import descant
-from descant.models.rank_group import all_ranks_or_none
+from descant.models.distributed import all_ranks_or_none
 
 RANK = int(os.environ.get("RANK", "0"))
 PROMPTS = [[11, 12], [21, 22, 23, 24], [31, 32, 33]]

@@ -17,7 +17,7 @@ import torch
 
 import descant
 from descant.errors import RankError
-from descant.models.rank_group import all_ranks_or_none, rank_group_of
+from descant.models.distributed import all_ranks_or_none, rank_group_of
 from tests.e2e.devices import rank_script
 from tests.support.tiny_models import Tiny
 

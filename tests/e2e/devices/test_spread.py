@@ -15,9 +15,9 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import Tensor
 
 import descant
-from descant.models.devices import input_device, is_multi_device
+from bench.fake_devices import FIRST, SECOND, Pretended, placed, pretended
+from descant.models.distributed import input_device, is_multi_device
 from descant.models.transformers_model import TransformersModel
-from tests.e2e.devices.fake_devices import FIRST, SECOND, Pretended, placed, pretended
 from tests.support.tiny_models import Tiny, pad, prompts
 
 Models = Callable[..., Tiny]
@@ -120,6 +120,7 @@ def test_pretended_devices_refuse_what_hardware_refuses() -> None:
 
 
 # ------------------------------------------------------------------------ one device, two devices
+@pytest.mark.ci_cases("rules", "beams by chance", "seeded", "mirostat")
 @pytest.mark.parametrize("how", HOW)
 def test_a_model_on_a_device_answers_as_on_the_host(tiny: Models, how: str) -> None:
     one = tiny("llama")
@@ -142,6 +143,7 @@ def test_a_model_over_two_devices_answers_as_on_the_host(tiny: Models, name: str
         )
 
 
+@pytest.mark.ci_cases("t5")
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_records_of_a_model_over_two_devices(tiny: Models, name: str) -> None:
     one = tiny(name, attn_implementation="eager")

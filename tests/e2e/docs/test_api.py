@@ -48,7 +48,7 @@ def test_entries_become_what_mkdocstrings_reads(tmp_path: Path) -> None:
     assert re.findall(r"^::: (\S+)$", made, re.MULTILINE) == [
         "descant.api.generate.generate",
         "descant.engine.session.Event",
-        "descant.models.tiny_llama.toy",
+        "descant.models.loading.tiny_llama.toy",
     ]
     assert "(../../guide/" in made
     assert "<!--" not in made
@@ -61,7 +61,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_commands_are_all_there_with_their_options() -> None:
-    from descant.cli.command_table import COMMAND_GROUPS, COMMANDS
+    from descant.cli.application import COMMAND_GROUPS, COMMANDS
 
     page = api_pages.commands()
     heads = re.findall(r"^## descant (.+)$", page, re.MULTILINE)

@@ -11,7 +11,7 @@ ROOT = doc_blocks.ROOT
 GUIDE = ROOT / "docs" / "guide"
 # Pages about how it is built, measured or named, and those that are choosers themselves.
 OTHERS = re.compile(
-    r"(architecture|choose|command-line|devices|errors|glossary|migrate(-\d)?|performance|reliability|works-with|\w+-by-example)\.md"
+    r"(architecture|choose|command-line|devices|errors|glossary|migrate(-\d)?|performance|reliability|stability|works-with|\w+-by-example)\.md"
 )
 
 

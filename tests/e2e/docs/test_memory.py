@@ -8,8 +8,8 @@ import transformers
 
 import descant
 from descant.config.generation_config import GenerationConfig
-from descant.engine.cache_factory import CACHES
-from descant.engine.cache_sizing import cache_request
+from descant.engine.memory_check import cache_request
+from descant.engine.planning.cache_factory import CACHES
 from tools.docs import cache_tables
 
 

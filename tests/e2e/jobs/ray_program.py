@@ -17,7 +17,7 @@ import ray
 
 from descant import InputError
 from descant.jobs import Job, JobProgress
-from descant.jobs.job_messages import job_values
+from descant.jobs.description import job_values
 from tools.job_battery.ray_environment import ray_environment
 from tools.job_battery.ray_node import RayNode
 
@@ -38,6 +38,11 @@ def lose_a_node(job: Job, head: RayNode) -> dict[str, Any]:
             lost_at.append(progress.finished)
 
     result = job.run(ray=head.address, on_progress=watch)
+    end = time.monotonic() + 60
+    while sum(node["Alive"] for node in ray.nodes()) > 1:  # Ray counts on a lost node for some seconds
+        if time.monotonic() > end:
+            raise RuntimeError("the second node is lost and Ray still counts on it")
+        time.sleep(0.2)
     return {"lost_at": lost_at, "rows": result.rows, "failed": result.failed}
 
 

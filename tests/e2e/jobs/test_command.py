@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from descant.cli.application import build_app
-from descant.cli.job_progress import JobProgressDisplay, format_seconds
+from descant.cli.run import JobProgressDisplay, format_seconds
 from descant.jobs import JobProgress
 from descant.jobs.job_model import JobModel
-from descant.jobs.local_worker import LocalWorker
+from descant.jobs.workers.job_worker import LocalWorker
 from tools.battery.subject import model_folder
 
 NO_TORCH = """
@@ -180,7 +180,7 @@ def test_half_precision_is_warned_about(run, job_file) -> None:
 
 def test_progress_is_a_line_from_time_to_time_without_a_terminal(monkeypatch, capsys) -> None:
     clock = iter((0.0, 11.0, 11.0, 12.0))  # the first row starts it
-    monkeypatch.setattr("descant.cli.job_progress.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("descant.cli.run.time.monotonic", lambda: next(clock))
     with JobProgressDisplay() as display:
         for finished in (0, 1, 2, 3):
             display.update(JobProgress(10, finished, 1, finished, 40, 2.0))

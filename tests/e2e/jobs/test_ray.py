@@ -6,8 +6,8 @@ import dataclasses
 import json
 from pathlib import Path
 
-from descant.jobs.job_messages import encode_job
-from descant.models.loading import load
+from descant.jobs.description import encode_job
+from descant.models.loading.loading import load
 from tests.support.client_programs import ROOT, ClientEnvironment
 from tools.job_battery.rows import battery_job, files_of
 

@@ -18,8 +18,8 @@ import pytest
 
 from descant import GenerationConfig, WorkerFailed
 from descant.jobs import Job, JobProgress
-from descant.jobs.worker_pool import WorkerPool
-from descant.models.loading import load
+from descant.jobs.workers.worker_pool import WorkerPool
+from descant.models.loading.loading import load
 from tools.battery.subject import model_folder
 
 SCORER = """
@@ -71,7 +71,7 @@ def children() -> list[int]:
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # a thread, or a child, that has ended meanwhile
             processes = (task / "children").read_text().split()
-            found += [int(child) for child in processes if "worker_process" in command_of(child)]
+            found += [int(child) for child in processes if "worker_pool" in command_of(child)]
     return found
 
 
@@ -136,7 +136,7 @@ def test_workers_that_never_start_end_the_run(make_job, monkeypatch) -> None:
 def test_a_worker_ends_with_the_process_that_started_it(make_job) -> None:
     pool = WorkerPool(make_job(["a"]), "run")
     pool.digest()
-    [worker] = pool._workers
+    worker: Any = pool._workers[0]
     assert worker.process.stdin is not None
     worker.process.stdin.close()  # as the end of this process does
     began = time.monotonic()

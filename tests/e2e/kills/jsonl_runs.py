@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 
-from descant.cli.jsonl import JsonlJob
-from descant.cli.jsonl_lines import InputLines
-from descant.cli.jsonl_output import open_jsonl_file
-from descant.models.tiny_llama import toy
+from descant.cli.jsonl import InputLines, JsonlJob, open_jsonl_file
+from descant.models.loading.tiny_llama import toy
 
 LONGEST = 0.1  # seconds that a run lives after its first row
 PATIENCE = 60.0

@@ -23,13 +23,13 @@ import torch
 from safetensors import safe_open
 
 import descant
-from descant.cli import detection_output
 from descant.cli.show import write_output
+from descant.cli.watermark import detectors as detection_output
+from descant.config import hub as hub_commit
 from descant.config.cache_config import QuantizedCacheConfig
-from descant.config.hub import commit as hub_commit
-from descant.decoding.watermark.schemes.keys import new_settings, write_settings
+from descant.decoding.watermark.keys import new_settings, write_settings
 from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel, save_detector
-from descant.models.tiny_llama import toy
+from descant.models.loading.tiny_llama import toy
 from descant.recipes.lock import Lock, Pin
 from descant.recipes.scaffold import new_recipe
 
@@ -227,7 +227,8 @@ def overwrite(kind: str, folder: Path, kills: int, draw: random.Random) -> dict[
             for name in versions[0].keys() | versions[1].keys()
         )
         torn += not whole
-        write(target, 0)
+        for version in (1, 0):  # a lock with the same pins is not written again
+            write(target, version)
         assert contents(target) == versions[0], "the next write must remove what is left"
     modes = {
         oct(path.stat().st_mode & 0o777)

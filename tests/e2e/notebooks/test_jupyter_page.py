@@ -40,7 +40,8 @@ def address(folder: Path, tmp_path: Path) -> Iterator[str]:
         server = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=subprocess.STDOUT)
         try:
             deadline = time.monotonic() + 120
-            while not (ready := list(runtime.glob("jpserver-*.json"))):
+            # The server creates this file before it writes the address into it.
+            while not (ready := [path for path in runtime.glob("jpserver-*.json") if path.stat().st_size]):
                 assert server.poll() is None, (tmp_path / "log").read_text(encoding="utf-8")
                 assert time.monotonic() < deadline, (tmp_path / "log").read_text(encoding="utf-8")
                 time.sleep(0.1)

@@ -7,8 +7,7 @@ import json
 
 import pytest
 
-from descant.serve.application import ROUTES
-from descant.serve.gateway import OPEN_PATHS
+from descant.serve.application import OPEN_PATHS, ROUTES
 from tests.e2e.serve.conftest import KEYS
 from tests.support.http_client import request, stream
 

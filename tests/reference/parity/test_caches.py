@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from descant.models.hf_caches.exports import (
+from descant.config.cache_config import QuantizedCacheConfig
+from descant.models.compat.hf_caches.convert import EncoderDecoderCache
+from descant.models.compat.hf_caches.dynamic import (
     DynamicCache,
-    EncoderDecoderCache,
     HQQQuantizedCache,
-    HybridCache,
-    MambaCache,
     OffloadedCache,
-    OffloadedStaticCache,
-    QuantizedCacheConfig,
     QuantoQuantizedCache,
     SinkCache,
+)
+from descant.models.compat.hf_caches.recurrent import MambaCache
+from descant.models.compat.hf_caches.sized import (
+    HybridCache,
+    OffloadedStaticCache,
     SlidingWindowCache,
     StaticCache,
 )

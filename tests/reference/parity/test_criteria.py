@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from descant.decoding.stopping import criteria
+from descant.decoding import stopping as criteria
 from descant.tokenization.token_bytes import TokenBytes
 from tests.reference.process.client import ReferenceFailure
 from tests.support import pretrained, wordpiece
@@ -166,6 +166,7 @@ STRINGS = {
 }
 
 
+@pytest.mark.ci_cases("smollm2", "flan-t5-small-titles", "wordpiece")
 @pytest.mark.parametrize("name", STRINGS)
 def test_stop_strings(name, reference, loaded):
     tokenizer, folder = loaded(name)

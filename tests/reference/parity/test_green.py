@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from descant.decoding.processors.green_list import WatermarkLogitsProcessor
-from descant.decoding.watermark.green_list import GreenListScheme, WatermarkDetector
-from descant.decoding.watermark.schemes import WatermarkingConfig
-from descant.decoding.watermark.schemes.green_list import GreenList
+from descant.config.watermarking_config import WatermarkingConfig
+from descant.decoding.watermark.green_list import (
+    GreenList,
+    GreenListScheme,
+    WatermarkDetector,
+    WatermarkLogitsProcessor,
+)
 from descant.decoding.watermark.statistics import binomial_tail
 from tests.reference.parity import compare
 from tests.reference.parity.compare import Call

@@ -253,6 +253,7 @@ def batch_of(model: Any, texts: tuple[str, ...]) -> Batch:
     return batch(model, [model.tokens(text) for text in texts])
 
 
+@pytest.mark.ci_cases("smol-draft", "minimind2-small")
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_pretrained_draft_model(pair, real, reference):
     name, helper, foreign = PAIRS[pair]
@@ -262,6 +263,7 @@ def test_a_pretrained_draft_model(pair, real, reference):
     assert pair == "minimind2-small" or seen.right > 0
 
 
+@pytest.mark.ci_cases("stories15m")
 @pytest.mark.parametrize("name", ["stories15m", "smollm2"])
 def test_pretrained_prompt_lookup(name, real, reference):
     model = real(name)
@@ -270,6 +272,7 @@ def test_pretrained_prompt_lookup(name, real, reference):
     assert max(seen.fed) > 1
 
 
+@pytest.mark.ci_cases("stories15m-4")
 @pytest.mark.parametrize(("name", "layers"), [("stories15m", 4), ("smollm2", 20)])
 def test_pretrained_early_exit(name, layers, real, reference):
     model = real(name)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import descant
-from descant.decoding.stopping import criteria
+from descant.decoding import stopping as criteria
 from tests.reference.parity.compare import TOLERANCE, Batch
 from tests.reference.parity.own import verdict
 from tests.reference.parity.subjects import STORIES, TINY, level, ragged, seeds

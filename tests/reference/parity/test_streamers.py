@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from descant.api.streamers import TextStreamer
+from descant.api.compat.streamers import TextStreamer
 from tests.support import pretrained
 
 LOST = "\ufffd"

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import descant
-from descant.decoding.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from descant.decoding.watermark.synthid import SynthIDTextWatermarkDetector
+from descant.decoding.watermark.synthid import (
+    SynthIDTextWatermarkDetector,
+    SynthIDTextWatermarkLogitsProcessor,
+)
 from tests.reference.parity import compare
 from tests.reference.parity.compare import Call
 from tests.reference.parity.subjects import STORIES, five, level, ragged, seeds, subject

@@ -18,7 +18,7 @@ from bench.detection.results import rate
 from bench.detection.store import Store
 from bench.detection.texts import Batch, Library
 from bench.detection.trial import Score, score_ids, score_text
-from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
+from descant.config.watermarking_config import GumbelWatermarkingConfig
 from tests.support import pretrained
 
 MODEL, SMALLEST = "stories15m", "minimind2-small"

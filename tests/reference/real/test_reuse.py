@@ -7,7 +7,7 @@ import torch
 
 import descant
 from descant import Finished, GenerationConfig, PrefixCache, Request, Session
-from descant.models.hf_caches.exports import DynamicCache
+from descant.models.compat.hf_caches.dynamic import DynamicCache
 from tests.reference.real.prompts import PROMPTS
 from tests.support import tiny_models
 

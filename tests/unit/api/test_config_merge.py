@@ -6,8 +6,8 @@ import pytest
 import transformers
 
 import descant
-from descant.api import config_merge
-from descant.api.config_merge import merge_config
+from descant.api import call as config_merge
+from descant.api.call import merge_config
 from descant.config.generation_config import GenerationConfig
 
 

@@ -13,7 +13,8 @@ import transformers
 import descant
 from descant.api.call import merge_configs
 from descant.engine import memory_check
-from descant.engine.cache_factory import CACHES
+from descant.engine.planning.cache_factory import CACHES
+from descant.engine.request import MERGED
 from descant.models import kv_shape
 from descant.models.kv_shape import kv_shape_of
 
@@ -62,7 +63,7 @@ def measured(model: Any, prompt: int, batch: int, **fields: Any) -> int:
     config = merge_configs(model, None, {**fields, "eos_token_id": None})[0]
     session = descant.Session(model)
     ids = torch.randint(3, 90, (batch, prompt), generator=torch.Generator().manual_seed(1))
-    session.admit(*(descant.Request(line.tolist(), config, config_merged=True) for line in ids))
+    session.admit(*(descant.Request(line.tolist(), config, _call=MERGED) for line in ids))
     last = 0
     while len(session):
         last = session.report().cache_bytes or last
@@ -271,9 +272,7 @@ def test_a_small_run_is_not_looked_at(llama: Any, monkeypatch: pytest.MonkeyPatc
 def test_the_look_costs_microseconds(llama: Any) -> None:
     session = descant.Session(llama)
     config = merge_configs(llama, None, {"max_new_tokens": 20})[0]
-    known = session._admission.make_plan(
-        descant.Request([5], config, config_merged=True), session.model.traits
-    )
+    known = session._admission.make_plan(descant.Request([5], config, _call=MERGED), session.model.traits)
     asked = [(known, 10, 30, 0)]
     best = float("inf")
     for _ in range(200):

@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 import descant
 from descant import ConfigError, Finished, GenerationConfig, InputError, Request, Session, UnsupportedModel
 from descant.api.prefill import _digest
-from descant.kv_cache.cached_row import CachedRow, read_layers
-from descant.models.hf_caches import exports
-from descant.models.hf_caches.exports import DynamicCache, PagedCache
+from descant.kv_cache.row_views import CachedRow, read_layers
+from descant.models.compat.hf_caches.dynamic import DynamicCache, PagedCache
 from tests.support import tiny_models as tinies
 
 SLOW = pytest.mark.slow
@@ -339,14 +338,14 @@ def test_a_cache_of_transformers_keeps_the_columns_of_a_padded_batch(name, tiny)
 def documented(config):
     """Caches by their documented names, with room for all that these tests read."""
     return {
-        "offloaded": exports.OffloadedCache,
-        "static": lambda: exports.StaticCache(config, batch_size=8, max_cache_len=120),
-        "offloaded, static": lambda: exports.OffloadedStaticCache(config, 8, 120, device="cpu"),
-        "sliding": lambda: exports.SlidingWindowCache(config, batch_size=8, max_cache_len=120),
-        "hybrid": lambda: exports.HybridCache(config, batch_size=8, max_cache_len=120),
-        "sink": lambda: exports.SinkCache(window_length=100, num_sink_tokens=4),
-        "snapkv": lambda: exports.SnapKVCache(budget=100, window=8),
-        "h2o": lambda: exports.H2OCache(budget=100),
+        "offloaded": descant.OffloadedCache,
+        "static": lambda: descant.StaticCache(config, batch_size=8, max_cache_len=120),
+        "offloaded, static": lambda: descant.OffloadedStaticCache(config, 8, 120, device="cpu"),
+        "sliding": lambda: descant.SlidingWindowCache(config, batch_size=8, max_cache_len=120),
+        "hybrid": lambda: descant.HybridCache(config, batch_size=8, max_cache_len=120),
+        "sink": lambda: descant.SinkCache(window_length=100, num_sink_tokens=4),
+        "snapkv": lambda: descant.SnapKVCache(budget=100, window=8),
+        "h2o": lambda: descant.H2OCache(budget=100),
     }
 
 

@@ -10,7 +10,7 @@ import torch
 
 import descant
 from descant import ConfigError, EngineFull, InputError, SchedulerConfig
-from descant.engine.scheduled_requests import ScheduledRequests
+from descant.engine.scheduling.scheduled_requests import ScheduledRequests
 from tests.support.tiny_models import pad, prompts
 
 NEW = 9

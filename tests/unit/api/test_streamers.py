@@ -12,7 +12,12 @@ import pytest
 import torch
 
 import descant
-from descant.api.streamers import AsyncTextIteratorStreamer, BaseStreamer, TextIteratorStreamer, TextStreamer
+from descant.api.compat.streamers import (
+    AsyncTextIteratorStreamer,
+    BaseStreamer,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 from descant.errors import InputError
 
 

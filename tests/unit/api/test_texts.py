@@ -10,7 +10,7 @@ import transformers
 
 import descant
 from descant.config.generation_config import FIELDS
-from descant.config.name_suggestions import OTHER_NAMES, suggest_name
+from descant.config.registry import OTHER_NAMES, suggest_name
 from descant.testing import toy
 
 TEXTS = ["Once upon a time", "The dog"]

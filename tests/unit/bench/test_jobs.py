@@ -14,9 +14,9 @@ from bench.job_parts import print_parts
 from bench.job_sides import SideResult, cost_job, engine_side, local_side, rows_of_words, write_rows
 from bench.jobs import main
 from descant import GenerationConfig, Request
-from descant.engine.async_engine import AsyncEngine
-from descant.engine.planner import as_model
-from descant.models.tiny_llama import toy
+from descant.engine.planning.planner import as_model
+from descant.engine.serving.async_engine import AsyncEngine
+from descant.models.loading.tiny_llama import toy
 from tests.support import json_tokenizer
 
 

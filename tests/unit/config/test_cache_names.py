@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from descant.config.parameters import CACHE_IMPLEMENTATIONS
-from descant.engine.cache_factory import ALIASES, CACHES
+from descant.engine.planning.cache_factory import ALIASES, CACHES
 
 
 def test_every_cache_name_of_the_config_can_be_built():

@@ -16,15 +16,12 @@ import descant
 from descant.config.generation_config import (
     FIELDS,
     GROUPS,
-    UNSUPPORTED,
     GenerationConfig,
-    UnsupportedField,
 )
-from descant.errors import ConfigError, DescantError, HubError, InputError, NotInThisVersion
+from descant.errors import ConfigError, DescantError, HubError, InputError
 from tests.support.config_cases import EVERY_VALUE, made
 
 # This list must shrink to nothing: each issue that builds a method takes its fields out, never puts one in.
-NOT_YET: set[str] = set()
 
 # The parameters that transformers 4.52.4 documents, with its defaults, and where ours differ.
 DOCUMENTED = {
@@ -84,28 +81,8 @@ def test_the_table_is_fit_for_a_document():
         assert field.type
         assert field.doc.endswith(".")
         assert "\n" not in field.doc
-        assert field.unsupported == (name in UNSUPPORTED)
     assert {field.group for field in FIELDS.values()} == set(GROUPS)
     assert len({field.doc for field in FIELDS.values()}) == len(FIELDS)
-
-
-def test_what_is_not_built_yet_is_known_and_may_only_shrink():
-    assert set(UNSUPPORTED) == NOT_YET
-
-
-def test_a_method_that_is_not_built_is_refused_in_code_and_its_neutral_value_is_not(monkeypatch):
-    later = {"low_memory": UnsupportedField("to come", (None, False))}
-    monkeypatch.setattr("descant.config.validation.UNSUPPORTED", later)
-    assert GenerationConfig(low_memory=False).low_memory is False
-    refused = "`low_memory` is not supported in this version of Descant .*leave it unset"
-    with pytest.raises(NotInThisVersion, match=refused) as e:
-        GenerationConfig(low_memory=True)
-    assert e.value.field == "low_memory"
-    with pytest.raises(NotInThisVersion):
-        GenerationConfig().replace(low_memory=True)
-    model = GenerationConfig.from_dict({"low_memory": True, "num_beams": 2})
-    with pytest.raises(NotInThisVersion, match=r"from the model's .*pass low_memory=None"):
-        GenerationConfig.merge({}, None, model)
 
 
 # -- the config as a value
@@ -461,7 +438,7 @@ anything = st.recursive(
     max_leaves=5,
 )  # fmt: skip
 names = st.sampled_from([*FIELDS, "tempurature", "beams"])
-good = st.sampled_from([(n, v) for n, v in EVERY_VALUE if n not in NOT_YET])
+good = st.sampled_from([(n, v) for n, v in EVERY_VALUE])
 sound = st.lists(good, max_size=6).map(dict)
 kwargs = st.dictionaries(names, anything, max_size=4) | sound
 plain = st.recursive(
@@ -534,7 +511,6 @@ def test_any_merge_gives_the_nearest_value_or_an_error_that_names_a_given_field(
             source = "default"
         wanted = FIELDS[name].default if source == "default" else getattr(levels[source], name)
         assert (merged.source(name), getattr(merged, name)) == (source, wanted)
-        assert name not in UNSUPPORTED or wanted in UNSUPPORTED[name].no_op_values
     assert GenerationConfig.merge({}, merged) == merged
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from descant import GenerationConfig
-from descant.config.limits import MAX_STOP_TOKENS, MAX_TEXT_BYTES, MAX_TEXTS
+from descant.config.field_types import MAX_STOP_TOKENS, MAX_TEXT_BYTES, MAX_TEXTS
 from descant.errors import ConfigError, InputError
 from descant.tokenization.stop_strings import StopStringBuffer, normalize_stop_strings
 

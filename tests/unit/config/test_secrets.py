@@ -17,8 +17,8 @@ from descant import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
-from descant.decoding.watermark.schemes import as_watermarking_config
-from descant.decoding.watermark.schemes.keys import read_settings, write_settings
+from descant.config.watermarking_config import as_watermarking_config
+from descant.decoding.watermark.keys import read_settings, write_settings
 from descant.errors import DescantError, format_value
 from descant.models.bayesian_detector import BayesianDetectorConfig, BayesianDetectorModel, save_detector
 

@@ -13,23 +13,13 @@ import pytest
 
 from descant.core import atomic_file
 from descant.core.atomic_file import (
-    create_folder,
     require_writable,
     write_bytes,
     write_files,
-    write_pending,
     write_text,
 )
 
 PART = f".file.{'0' * 32}.descant-part"
-
-
-@pytest.fixture(params=["nameless", "named"], autouse=True)
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways: with files that have no name, and on systems without them."""
-    if request.param == "named":
-        monkeypatch.setattr(atomic_file, "_O_TMPFILE", 0)
-    return request.param
 
 
 @pytest.fixture
@@ -45,16 +35,6 @@ def test_it_is_written_and_written_again(file: Path) -> None:
     for text in ("one", "two", "é"):
         write_text(file, text)
         assert file.read_text(encoding="utf-8") == text
-        assert os.listdir(file.parent) == ["file"]
-
-
-def test_an_error_changes_nothing(file: Path) -> None:
-    write_text(file, "old")
-    for error in (KeyError, KeyboardInterrupt):
-        with contextlib.suppress(error), write_pending(file) as pending:
-            pending.file.write(b"new")
-            raise error
-        assert file.read_text() == "old"
         assert os.listdir(file.parent) == ["file"]
 
 
@@ -153,10 +133,11 @@ def test_what_dead_writers_left_is_removed(file: Path, tmp_path: Path) -> None:
 
 
 def test_what_another_writer_is_writing_stays(file: Path, tmp_path: Path) -> None:
-    pending = atomic_file._open_named(str(tmp_path), "file", None)
-    write_text(file, "mine")
-    assert Path(pending.path).exists()
-    pending.file.close()
+    (tmp_path / PART).write_text("half")
+    with (tmp_path / PART).open("rb") as pending:
+        atomic_file.lock_file(pending.fileno())
+        write_text(file, "mine")
+        assert (tmp_path / PART).exists()
     write_text(file, "mine")
     assert os.listdir(tmp_path) == ["file"]
 
@@ -178,14 +159,12 @@ def test_a_new_file_that_another_writer_takes_for_a_leftover(
         return lock(descriptor)
 
     monkeypatch.setattr(atomic_file, "lock_file", late_lock)
-    pending = atomic_file._open_named(str(tmp_path), "file", None)
+    write_text(tmp_path / "file", "new")
     if not removed:
         os.close(held[0])
-    assert Path(pending.path).exists()
-    assert len(os.listdir(tmp_path)) == (1 if removed else 2)
-    atomic_file._remove_leftovers(str(tmp_path), "file")
-    assert os.listdir(tmp_path) == [os.path.basename(pending.path)]
-    pending.file.close()
+    assert (tmp_path / "file").read_text() == "new"
+    atomic_file.remove_leftovers(tmp_path)
+    assert os.listdir(tmp_path) == ["file"]
 
 
 def _write_often(path: str, text: str, times: int) -> None:
@@ -221,20 +200,6 @@ def test_files_that_belong_together(tmp_path: Path) -> None:
     write_files(tmp_path, {"one": b"3", "two": b"4"}, private=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"one": b"3", "two": b"4"}
     assert {mode(path) for path in tmp_path.iterdir()} == {0o600}
-
-
-def test_a_folder(tmp_path: Path) -> None:
-    left = tmp_path / f".mine.{'0' * 32}.descant-part"
-    left.mkdir()
-    (left / "torn").write_text("x")
-    create_folder(tmp_path / "mine", {"a.py": "1", "tests/b.py": "2"})
-    assert os.listdir(tmp_path) == ["mine"]
-    assert (tmp_path / "mine" / "tests" / "b.py").read_text() == "2"
-    with pytest.raises(FileExistsError):
-        create_folder(tmp_path / "mine", {"a.py": "3"})
-    with pytest.raises(AttributeError):
-        create_folder(tmp_path / "other", {"a.py": None})  # type: ignore[dict-item]
-    assert os.listdir(tmp_path) == ["mine"]
 
 
 def test_write_new_leaves_leftovers_to_one_sweep(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from descant.core.cache_interfaces import KVSpan
+from descant.core.interfaces import KVSpan
 
 
 @pytest.mark.parametrize(

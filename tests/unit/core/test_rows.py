@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from descant.core import rows as rows_module
-from descant.core.row_params import RowParams, columns_from_rows
+from descant.core.context import RowParams, columns_from_rows
 from descant.core.rows import Column, Rows, concat_padded, index_rows, stable_row_order
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from descant.core.context import RowParams
-from descant.core.counter_rng import uniform
+from descant.core.context import RowParams, uniform
 from descant.core.rows import Rows
 from descant.core.sampling_noise import SamplingNoise, keyed_exponential, keyed_normal
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from descant import Finished, GenerationConfig, InputError, PrefixCache, Session
-from descant.decoding.guidance.model_wrapper import ModelWrapper
-from descant.engine.request import TextMatchers
-from descant.kv_cache.dense import DenseStore
+from descant.decoding.guidance import ModelWrapper
+from descant.engine.tables import running_requests
+from descant.kv_cache.stores.dense import DenseStore
 from descant.testing import outcomes
 from descant.trace.tracer import Tracer
 from tests.contracts.subjects import requests
@@ -41,10 +41,10 @@ def state(session):
         )  # fmt: skip
     model = session.model
     inside = []
-    if getattr(model, "_encoder", None) is not None:
-        inside.append(sorted(model._encoder._cross_cache._entries))
+    if getattr(model, "encoder", None) is not None:
+        inside.append(sorted(model.encoder._cross_cache._entries))
     if hasattr(model, "_request_inputs"):
-        inside += [sorted(model._request_inputs._by_request), sorted(model._prompt_embeds)]
+        inside += [sorted(model._request_inputs), sorted(model._prompt_embeds)]
     inside.append(sorted(getattr(model, "opened", ())))
     return (
         tables,
@@ -113,10 +113,10 @@ def test_an_interrupt_while_a_request_is_registered_leaves_no_references(tiny, m
     session = Session(one.model)
     (given,) = requests(one, [GenerationConfig(repetition_penalty=1.3, max_new_tokens=2)], (4,))
 
-    def interrupt(texts):
+    def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TextMatchers, "row_params", interrupt)
+    monkeypatch.setattr(running_requests, "_batch_place", interrupt)
     with pytest.raises(KeyboardInterrupt):
         session.admit(given)
     assert not next(session.tables).running.processor_chains.items

@@ -262,7 +262,7 @@ def test_closing_fails_what_runs(model):
 
 def test_steps_that_keep_failing_fail_the_requests(model, monkeypatch):
     with AsyncEngine(model) as engine:
-        monkeypatch.setattr(Session, "_step_tables", lambda self: 1 / 0)
+        monkeypatch.setattr(Session, "step", lambda self: 1 / 0)
         handle = engine.submit(Request([1], config()))
         with pytest.raises(RowError, match="ZeroDivisionError"):
             handle.result()

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from descant import ConfigError, Failed, Finished, GenerationConfig, InputError, Request, RowError, Session
-from descant.engine.batch_sampler import BatchSampler
+from descant.engine.request import MERGED
+from descant.engine.vllm.batch_sampler import BatchSampler
 from tests.support import json_tokenizer
 from tests.support.markov_model import Chain
 from tests.support.sampling_configs import FIELD_VALUES, sampling_config
@@ -23,7 +24,7 @@ def merged(**given):
 def session_tokens(model, prompt, config):
     """What a session returns, with the order of its sequences."""
     session = Session(model)
-    session.admit(Request(prompt, config, config_merged=True))
+    session.admit(Request(prompt, config, _call=MERGED))
     for event in session.drain():
         if isinstance(event, Failed):
             raise event.error
@@ -139,6 +140,28 @@ def test_a_request_without_a_token_fails_alone(place):
     sampler.remove(dead)
     assert not sampler.errors
     assert len(sampler) == 4
+
+
+def test_a_processor_that_raises_fails_its_request_alone():
+    widths, sampler = [], BatchSampler(VOCAB)
+
+    def counting(ids, scores):
+        widths.append(ids.shape[1])
+        return scores
+
+    def raising(ids, scores):
+        return scores if ids.shape[1] < 2 else 1 / 0
+
+    config = merged(max_new_tokens=4, eos_token_id=EOS)
+    given = [raising, counting, raising]
+    numbers = [sampler.add(Request([5], config, logits_processor=[one])) for one in given]
+    for step in range(3):
+        logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(step))
+        tokens = sampler.choose(numbers, [step] * 3, logits)
+        assert tokens.tolist() == [EOS if step and at != 1 else int(logits[at].argmax()) for at in range(3)]
+    assert widths == [1, 2, 3]
+    assert sampler.errors.keys() == {numbers[0], numbers[2]}
+    assert all("division" in str(error) for error in sampler.errors.values())
 
 
 def test_a_grammar_is_applied():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from descant import GenerationConfig
-from descant.engine.cache_factory import CacheRequest
+from descant.engine.planning.cache_factory import CacheRequest
 from descant.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ import torch
 
 from descant import InputError
 from descant.core.interfaces import KVSpan
-from descant.engine.prefix_reuse import as_cached_row
-from descant.kv_cache.cached_row import CachedRow
-from descant.kv_cache.dense import DenseStore
+from descant.engine.tables.prefix_reuse import as_cached_row
+from descant.kv_cache.row_views import CachedRow
+from descant.kv_cache.stores.dense import DenseStore
 
 
 def filled(rows):
@@ -26,7 +26,6 @@ def filled(rows):
 def test_every_kind_of_past_becomes_a_row():
     store = filled(1)
     row = CachedRow(store)
-    assert as_cached_row(None) is None
     assert as_cached_row(row) is row
     assert as_cached_row(store).store is store
     assert as_cached_row(SimpleNamespace(commit_store=lambda: store)).store is store

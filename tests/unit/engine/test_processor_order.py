@@ -9,7 +9,7 @@ import torch
 
 import descant
 from descant import InputError, LogitsProcessor, RowError
-from descant.models.tiny_llama import toy
+from descant.models.loading.tiny_llama import toy
 from tests.support.json_tokenizer import tokenizer
 
 EOS = 2

@@ -131,6 +131,27 @@ def test_a_chunk_that_breaks_a_shared_forward_fails_alone(model, monkeypatch):
     assert len(session) == session.rows == 0
 
 
+def test_a_forward_of_guided_rows_is_repeated_beside_a_prompt_in_chunks(model, monkeypatch):
+    session = Session(model, scheduler=SchedulerConfig(chunk_tokens=4))
+    given = [request(length, new=20, guidance_scale=1.5) for length in (3, 5)]
+    numbers = session.admit(*given)
+    session.step()
+    numbers += session.admit(request(59))
+    session.step()
+    network, is_broken = session.model.network, [True]
+    forward = network.forward
+
+    def broken_once(*args, **given):
+        if is_broken:
+            raise RuntimeError(is_broken.pop())
+        return forward(*args, **given)
+
+    monkeypatch.setattr(network, "forward", broken_once)
+    found = ended(session)
+    expected = [alone(model, one) for one in (*given, request(59))]
+    assert [tokens(found[number]) for number in numbers] == expected
+
+
 def test_priorities_order_what_waits(model):
     session = Session(model, scheduler=SchedulerConfig(max_running_rows=1, ageing=1000.0))
     numbers = session.admit(request(2, priority=1), request(3, priority=0), request(4, priority=-1))

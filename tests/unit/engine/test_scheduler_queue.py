@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from descant.engine.scheduling.request_queue import RequestQueue
+from descant.engine.scheduling.ageing_scheduler import RequestQueue
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), max_size=200))

@@ -21,6 +21,7 @@ from descant import (
     Session,
     Tokens,
 )
+from descant.engine.request import CallPlace
 from descant.testing import failing_request, outcomes
 from tests.support.markov_model import Chain
 
@@ -120,6 +121,42 @@ def test_a_failing_processor_fails_its_request_alone(model, method):
     found = outcomes(model, [Request([1], config()), failing_request(Request([1], config(**method)), 2)])
     assert isinstance(found[1].error, RowError)
     assert found[0].tokens == outcomes(model, [Request([1], config())])[0].tokens
+
+
+@pytest.mark.parametrize("method", [{}, {"num_beams": 2}, {"do_sample": True, "seed": 1}])
+@pytest.mark.parametrize("seam", ["logits_processor", "stopping_criteria"])
+def test_the_functions_of_others_run_once_in_the_step_in_which_one_raises(model, seam, method):
+    widths, is_processor = [], seam == "logits_processor"
+
+    def counting(ids, scores):
+        widths.append(ids.shape[1])
+        return scores if is_processor else False
+
+    def raising(ids, scores):
+        if ids.shape[1] == 3:
+            raise ValueError("broken")
+        return scores if is_processor else False
+
+    given = Request([1], config(), **{seam: [counting]})
+    other = Request([1], config(**method), **{seam: [raising]})
+    found = outcomes(model, [given, other])
+    assert "broken" in str(found[1].error)
+    assert widths == list(range(1, 6) if is_processor else range(2, 7))
+    assert found[0].tokens == outcomes(model, [given])[0].tokens
+
+
+def test_a_processor_draws_as_it_does_alone_where_another_raises(model):
+    def noisy():
+        generator = torch.Generator().manual_seed(5)
+        draw = [lambda ids, scores: scores + 3 * torch.randn(scores.shape, generator=generator)]
+        return Request([1], config(), logits_processor=draw)
+
+    def raising(ids, scores):
+        return scores if ids.shape[1] < 3 else 1 / 0
+
+    found = outcomes(model, [noisy(), Request([1], config(), logits_processor=[raising])])
+    assert "division" in str(found[1].error)
+    assert found[0].tokens == outcomes(model, [noisy()])[0].tokens
 
 
 def test_cancel_frees_the_rows_at_once(model):
@@ -241,7 +278,9 @@ def test_a_users_function_sees_only_the_rows_of_those_who_gave_it(model):
     # It may read the width, so each row is shown as wide as it would be alone.
     assert seen == [[[1], [5]], [[5, 6, 8]]]
     seen.clear()
-    outcomes(model, [replace(one, padded_width=3) for one in given])  # prompts of one padded call
+    outcomes(
+        model, [replace(one, _call=CallPlace(padded_width=3)) for one in given]
+    )  # prompts of one padded call
     assert seen == [[[9, 9, 1], [5, 6, 8], [10, 10, 5]]]
 
 
@@ -332,3 +371,28 @@ def test_who_is_refused_has_not_moved_torchs_generator(model, scheduler):
         session.admit(refused)
     assert isinstance(session.supports(refused), InputError)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_an_error_of_a_step_that_has_not_happened_ends_no_request(model):
+    failures = iter([True])
+
+    def fails_once(ids, scores):
+        if next(failures, False):
+            raise ValueError("not ready")
+        return scores
+
+    interrupts = iter([True])
+
+    def interrupted(observation):
+        if next(interrupts, False):
+            raise KeyboardInterrupt
+
+    session = Session(model, observe=interrupted)
+    session.admit(Request([1], config(), logits_processor=[fails_once]))
+    with pytest.raises(KeyboardInterrupt):
+        session.step()
+    alone = Session(model)
+    alone.admit(Request([1], config()))
+    [expected] = [event for event in alone.drain() if isinstance(event, Finished)]
+    [finished] = [event for event in session.drain() if isinstance(event, Finished)]
+    assert finished.hypotheses[0].tokens.tolist() == expected.hypotheses[0].tokens.tolist()

@@ -14,10 +14,10 @@ from descant import GenerationConfig
 from descant.core.context import RowParams, columns_from_rows
 from descant.core.records import Proposal, Selection
 from descant.core.rows import Rows, stable_row_order
-from descant.engine.planner import as_model
-from descant.engine.step import StepHooks, run_step
-from descant.engine.strategy_group import StrategyGroup
-from descant.kv_cache.dense import DenseStore
+from descant.engine.planning.planner import as_model
+from descant.engine.step.step import StepHooks, run_step
+from descant.engine.step.strategy_group import StrategyGroup
+from descant.kv_cache.stores.dense import DenseStore
 from descant.testing import ReferenceCache, outcomes
 from tests.contracts.subjects import requests
 from tests.support.markov_model import Chain

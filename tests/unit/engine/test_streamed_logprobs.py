@@ -93,7 +93,7 @@ def test_accepted_drafts_stream_those_of_the_end(tiny, method, drafts):
 
 def test_requests_without_logprobs_are_not_computed(monkeypatch):
     """Beside one that has them: the rows of the others are not among those of `log_softmax`."""
-    from descant.engine import logprobs
+    from descant.engine.step import logprobs
 
     sizes = []
     original = logprobs._StepLogprobs.__init__

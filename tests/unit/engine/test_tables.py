@@ -20,10 +20,10 @@ from descant import (
     Session,
     Tokens,
 )
-from descant.decoding.speculative.prompt_lookup import PromptLookup
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.paged import PagedStore
-from descant.kv_cache.sink import SinkStore
+from descant.decoding.speculative.lookup import PromptLookup
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
+from descant.kv_cache.stores.sink_window import SinkStore
 from descant.testing import outcomes
 from descant.trace.tracer import Tracer
 

@@ -20,7 +20,7 @@ from descant import (
     Tracer,
     TraceRecords,
 )
-from descant.engine.model_factory import as_model
+from descant.models.model_adapter import as_model
 from descant.testing import outcomes
 from descant.trace.records import RequestRecord, ResultRecord, StepRecord, TraceHeader
 from tests.support.markov_model import Chain
@@ -140,14 +140,14 @@ def test_the_code_of_a_traced_request_fails_it_alone(model):
 
 
 def test_steps_of_a_traced_session_that_keep_failing_fail_it_alone(model, monkeypatch):
-    original = Session._step_tables
+    original = Session.step
 
     def fail(self):
         return 1 / 0 if self.trace is not None else original(self)
 
     async def main():
         async with AsyncEngine(model) as engine:
-            monkeypatch.setattr(Session, "_step_tables", fail)
+            monkeypatch.setattr(Session, "step", fail)
             other = asyncio.create_task(engine.generate(Request([2], config(max_new_tokens=40))))
             events = await collect(engine, Request([1], config()), Tracer())
             assert isinstance(await other, Finished)

@@ -11,7 +11,7 @@ import pytest
 
 from descant import GenerationConfig
 from descant.jobs import Job
-from descant.models.tiny_llama import toy
+from descant.models.loading.tiny_llama import toy
 from tests.support import json_tokenizer
 
 ROWS = [{"text": "a ship " * (number % 5 + 1) + str(number), "name": f"n{number}"} for number in range(23)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from descant.jobs.attempt_log import FOLDER, AttemptLog
+from descant.jobs.shards import ATTEMPTS_FOLDER
+from descant.jobs.workers.job_worker import AttemptLog
 
 
 def end_worker(log: AttemptLog) -> None:
@@ -63,8 +64,8 @@ def test_another_run_and_a_torn_line_count_for_nothing(tmp_path: Path) -> None:
     other = AttemptLog(tmp_path, 0, "b")
     assert not other.open().suspects
     other.close(is_complete=True)
-    assert not list((tmp_path / FOLDER).iterdir())
-    (tmp_path / FOLDER / "group-00000.log").write_bytes(b"\xff\xfe")
+    assert not list((tmp_path / ATTEMPTS_FOLDER).iterdir())
+    (tmp_path / ATTEMPTS_FOLDER / "group-00000.log").write_bytes(b"\xff\xfe")
     assert not AttemptLog(tmp_path, 0, "a").open().suspects
 
 

@@ -17,8 +17,7 @@ import pytest
 
 from descant import GenerationConfig, InputError
 from descant.jobs import Job, JobProgress
-from descant.jobs.parquet_shards import ParquetShards
-from descant.jobs.shard_formats import JsonLinesShards
+from descant.jobs.shards import JsonLinesShards, ParquetShards
 
 ROWS, SHARD_ROWS = 40, 4
 BAD_ROW = 10

@@ -10,7 +10,7 @@ import pytest
 
 from descant import ConfigError, GenerationConfig, InputError
 from descant.jobs import Job
-from descant.jobs.job_messages import decode_job, encode_job
+from descant.jobs.description import JobDescription, encode_job, job_values
 
 WHOLE = """
 model = "toy"
@@ -131,6 +131,6 @@ def test_what_vllm_cannot_run_is_refused_at_once(make_job) -> None:
 
 def test_a_job_survives_the_way_to_a_worker(make_job) -> None:
     job = make_job(engine="vllm", engine_options={"max_num_seqs": 4}, workers=3, cpus_per_worker=2)
-    again = decode_job(json.loads(json.dumps(encode_job(job))))
+    again = JobDescription(**job_values(json.loads(json.dumps(encode_job(job)))))
     assert encode_job(again) == encode_job(job)
     assert (again.workers, again.generation_config.given) == (3, job.generation_config.given)

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from descant import InputError
-from descant.jobs import id_digests, source
-from descant.jobs.id_digests import IdDigests, id_digest
-from descant.jobs.source import JobSource
+from descant.jobs import source
+from descant.jobs import source as id_digests
+from descant.jobs.source import IdDigests, JobSource, id_digest
 
 IDS = st.lists(st.one_of(st.integers(0, 30), st.integers(0, 30).map(str), st.just("\ud800")), max_size=15)
 

@@ -14,10 +14,17 @@ from typing import Any
 
 import pytest
 
-from descant import InputError
 from descant.jobs.job_report import ReportFacts, render_report, write_report
-from descant.jobs.report_charts import ValueScale, draw_acceptance, draw_histogram, draw_shares, format_share
-from descant.jobs.report_figures import AdaptiveHistogram, HistogramBar, collect_figures
+from descant.jobs.report_charts import (
+    AdaptiveHistogram,
+    HistogramBar,
+    ValueScale,
+    collect_figures,
+    draw_acceptance,
+    draw_histogram,
+    draw_shares,
+    format_share,
+)
 
 FACTS = ReportFacts(title="Capitals", model="models/smollm2", source=["countries.jsonl"], rows=100)
 VOID = {"meta", "rect", "line"}
@@ -227,11 +234,6 @@ def test_empty_jobs_and_jobs_of_errors_alone_have_a_page() -> None:
     assert failed.texts("h2") == ["Rows without a result"]
     whole = PageReader(rendered([result(0)]))
     assert whole.texts("h2")[-1] == "All rows"
-
-
-def test_drafts_without_their_accepted_ones_are_refused() -> None:
-    with pytest.raises(InputError, match="`accepted` must have a number for each of the 2 of `drafted`"):
-        ReportFacts(title="t", model="m", source=["s"], rows=0, drafted=(1, 2), accepted=(1,))
 
 
 HOSTILE = [

@@ -14,11 +14,11 @@ import pytest
 
 from descant import EngineClosed, GenerationConfig, InputError
 from descant.core import atomic_file
-from descant.engine.async_engine import AsyncEngine
+from descant.engine.serving.async_engine import AsyncEngine
 from descant.jobs import JobEstimate, JobProgress, JobResult
-from descant.jobs.job_run import _missing_row
-from descant.jobs.row_requests import row_seed
-from descant.jobs.shard_folder import JobManifest
+from descant.jobs.job import _missing_row
+from descant.jobs.job_model import row_seed
+from descant.jobs.shards import JobManifest
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

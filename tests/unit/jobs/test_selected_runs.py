@@ -10,7 +10,7 @@ import pytest
 
 from descant import ConfigError, GenerationConfig, InputError
 from descant.jobs import SelectionConfig
-from descant.jobs.job_messages import decode_job, encode_job
+from descant.jobs.description import JobDescription, encode_job, job_values
 
 SAMPLES = GenerationConfig(do_sample=True, max_new_tokens=6, num_return_sequences=4)
 
@@ -64,7 +64,7 @@ def test_a_selection_is_part_of_the_job(make_job, loaded) -> None:
         make_job(select=select)
     with pytest.raises(InputError, match="`select` must be a SelectionConfig"):
         make_job(select=3)
-    assert decode_job(encode_job(job)).select == select
+    assert JobDescription(**job_values(encode_job(job))).select == select
 
 
 @pytest.mark.parametrize("sink_format", ["jsonl", "parquet"])

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from descant import ConfigError, InputError
-from descant.jobs.answer_pattern import MAX_SEARCHED_CHARS, AnswerPattern
-from descant.jobs.selection import CompletionSelector, SelectionConfig
+from descant.jobs.selection import MAX_SEARCHED_CHARS, AnswerPattern, CompletionSelector, SelectionConfig
 
 
 def made(*texts: str) -> list[dict[str, Any]]:

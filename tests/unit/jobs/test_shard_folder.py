@@ -7,7 +7,7 @@ import io
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ import pytest
 
 from descant import InputError, MissingExtra
 from descant.api.json_lines import format_line
-from descant.core import atomic_file
-from descant.jobs.shard_folder import JobManifest, ShardCheck, ShardFolder
+from descant.jobs.shards import JobManifest, ShardCheck, ShardFolder
 
 FORMATS = ("jsonl", "parquet")
 ROWS, SHARD_ROWS = 20, 6
@@ -237,13 +236,6 @@ class FullDisk:
         return Writes(descriptor, "r+")
 
 
-@pytest.fixture(params=["nameless", "named"])
-def file_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """With files that have no name, and on systems without them."""
-    if request.param == "named":
-        monkeypatch.setattr(atomic_file, "_O_TMPFILE", 0)
-
-
 def files_of(folder: ShardFolder) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.path.iterdir()} if folder.path.exists() else {}
 
@@ -291,7 +283,6 @@ def check_full_disk(
 
 @pytest.mark.parametrize("lasts", [False, True])
 @pytest.mark.parametrize("torn", [False, True])
-@pytest.mark.usefixtures("file_kind")
 def test_a_full_disk_leaves_no_shard_in_part(
     tmp_path: Path, sink_format: str, lasts: bool, torn: bool
 ) -> None:
@@ -312,7 +303,6 @@ def test_a_full_disk_leaves_no_shard_in_part(
 
 
 @pytest.mark.parametrize("lasts", [False, True])
-@pytest.mark.usefixtures("file_kind")
 def test_a_full_disk_leaves_no_manifest_in_part(tmp_path: Path, sink_format: str, lasts: bool) -> None:
     def write(folder: ShardFolder) -> None:
         with folder.open():

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from descant import GenerationConfig, InputError
-from descant.jobs.job_model import JobModel
-from descant.jobs.job_worker import JobWorker
-from descant.jobs.row_requests import row_seed
+from descant.jobs.job_model import JobModel, row_seed
 from descant.jobs.source import JobSource
+from descant.jobs.workers.job_worker import JobWorker
 
 
 def test_files_follow_each_other_and_blank_lines_do_not_count(tmp_path: Path) -> None:

@@ -8,15 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from descant import InputError
 from descant.api.json_lines import format_line
 from descant.core import atomic_file
-from descant.jobs import text_dedup
-from descant.jobs.shard_formats import JsonLinesShards
-from descant.jobs.text_dedup import DedupCounts, UniqueRows, UniqueShards, find_unique_rows
+from descant.jobs import shards as shards_module
+from descant.jobs.shards import DedupCounts, JsonLinesShards, UniqueShards, find_unique_rows
 
 
 def write_unique_shards(shards, folder, mode, identity, **limits):
@@ -87,45 +85,17 @@ def test_many_rows_in_few_digests_at_once() -> None:
 
     unique = find_unique_rows(read, len(texts), "exact", max_digests=300)
     assert passes == 17
-    assert np.flatnonzero(unique.mask(0, 5000)).tolist() == first_of(texts, str)
+    assert [position for position in range(5000) if position in unique] == first_of(texts, str)
     assert unique.count() == len(set(texts))
     same = find_unique_rows(lambda: ["x"] * 1000, 1000, "exact", max_digests=1000)
     assert same.count() == 1
-
-
-def test_equal_texts_beyond_the_memory_are_removed_as_they_come() -> None:
-    digests = text_dedup._FirstDigests(4)
-    for position in range(100):
-        digests.add(bytes([position % 3]) * 16, position)
-        assert len(digests._positions) <= 4
-    assert digests.positions().tolist() == [0, 1, 2]
-    digests = text_dedup._FirstDigests(4)
-    for position in range(20):  # all different: correct beyond the limit too
-        digests.add(bytes([position % 10]) * 16, position)
-    assert digests.positions().tolist() == list(range(10))
-
-
-def test_the_two_words_of_a_digest_both_count() -> None:
-    digests = text_dedup._FirstDigests(100)
-    for position, parts in enumerate([(1, 1), (1, 2), (2, 1), (1, 1), (2, 1), (2, 2)]):
-        digests.add(bytes([parts[0]]) * 8 + bytes([parts[1]]) * 8, position)
-    assert digests.positions().tolist() == [0, 1, 2, 5]
-
-
-def test_masks_are_of_any_range() -> None:
-    unique = UniqueRows(21)
-    unique.add(np.array([0, 7, 8, 9, 20]))
-    assert np.flatnonzero(unique.mask(0, 21)).tolist() == [0, 7, 8, 9, 20]
-    assert unique.mask(7, 4).tolist() == [True, True, True, False]
-    assert unique.mask(21, 0).tolist() == []
-    assert unique.count() == 5
 
 
 def test_a_complete_folder_is_not_written_again(tmp_path, monkeypatch) -> None:
     shards, folder = shards_of(tmp_path, TEXTS), tmp_path / "unique"
     counts = write_unique_shards(shards, folder, "exact", "job")
     with monkeypatch.context() as patch:
-        patch.setattr(text_dedup, "write_bytes", None)
+        patch.setattr(shards_module, "write_bytes", None)
         assert write_unique_shards(shards, folder, "exact", "job") == counts
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     (folder / shards[1].name).unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from descant.core.interfaces import KVCache, KVSpan
-from descant.kv_cache.recurrent_state import RecurrentStateCache
-from descant.kv_cache.window import WindowStore
+from descant.kv_cache.row_views import PairedRowCache
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
+from descant.kv_cache.stores.sink_window import WindowStore
 from tests.contracts.stores import STORES, small, store
 from tests.support.ci_slices import first
 
@@ -41,7 +44,7 @@ def retried(action: Callable[[], Any], draw: random.Random) -> Any:
     try:
         with NoMemory(draw.randint(1, 40)):
             return action()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if "allocate" not in str(error):
             raise
         return action()
@@ -164,6 +167,45 @@ def test_a_state_that_ran_out_of_memory_is_as_before() -> None:
     assert cache.read_state(torch.arange(2))[0].tolist() == [12.0, 10.0]
 
 
+def test_unconditional_rows_that_found_no_memory_are_not_counted() -> None:
+    cache, rows = PairedRowCache(DenseStore()), torch.tensor([0, 2])
+    cache.extend(3)
+    refused = mock.patch.object(DenseStore, "extend", side_effect=MemoryError)
+    with refused, pytest.raises(MemoryError):
+        cache.add_uncond_rows(rows, torch.tensor([4, 5]), torch.tensor([6, 7]))
+    for column in (cache.uncond_row, cache.uncond_offset, cache.uncond_base):
+        assert column.unique().numel() == 1
+    cache.add_uncond_rows(rows, torch.tensor([4, 5]), torch.tensor([6, 7]))
+    assert cache.uncond_row.tolist() == [3, -1, 4]
+
+
+class BrokenCopy(TorchDispatchMode):
+    """Refuses the second copy to a block."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten.index_copy_.default
+        if self.number == 2:
+            raise RuntimeError("device-side assert")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["window", "sink"])
+def test_a_trim_that_fails_half_way_is_not_hidden(name: str) -> None:
+    cache = store(name).make()
+    cache.extend(1)
+
+    def run() -> None:
+        for start in range(20):
+            Writer(cache).forward([start], 1, seed=start)
+            with BrokenCopy():
+                cache.commit(None, torch.tensor([start + 1]))
+
+    with pytest.raises(RuntimeError, match="device-side"):
+        run()
+
+
 def test_a_window_frees_the_memory_of_a_long_second_prompt() -> None:
     cache = WindowStore([8] * LAYERS)
     cache.extend(1)
@@ -174,6 +216,24 @@ def test_a_window_frees_the_memory_of_a_long_second_prompt() -> None:
         cache.commit(None, torch.tensor([start + width]))
         sizes.append(cache.nbytes)
     assert sizes[2] == sizes[1] < 200 * 2 * LAYERS * HEADS * SIZE * 4
+
+
+@pytest.mark.parametrize("name", ["dense", "window", "sink", "snapkv", "h2o"])
+def test_stores_loaded_from_one_state_share_no_memory(name: str) -> None:
+    first, *others = (store(name).make() for _ in range(3))
+    first.extend(2)
+    Writer(first).forward([0, 0], 3, seed=1)
+    first.commit(None, torch.tensor([3, 3]))
+    state, before = first.state(), first.state()
+    for other in others:
+        other.load(state)
+    expected = [part.clone() for part in contents(first)]
+    Writer(others[0]).forward([0, 0], 3, seed=2)  # in place of what was loaded
+    others[0].commit(None, torch.tensor([3, 3]))
+    others[0].commit(torch.tensor([1, 1]), torch.tensor([3, 3]))
+    assert all(torch.equal(*pair) for pair in zip(expected, contents(others[1]), strict=True))
+    assert state.keys() == before.keys()
+    assert all(torch.equal(part, before[key]) for key, part in state.items())
 
 
 def test_a_prompt_written_again_is_quantized_as_a_first_one() -> None:

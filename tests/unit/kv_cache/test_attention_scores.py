@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from descant.core.interfaces import KVSpan
-from descant.kv_cache import attention_scores
-from descant.kv_cache.attention_proxy import AttentionCall
-from descant.kv_cache.attention_scores import PendingWrite, ScoringQueries, WriteRegion, score_slots
+from descant.kv_cache.attention import attention_scores
+from descant.kv_cache.attention.attention_proxy import AttentionCall
+from descant.kv_cache.attention.attention_scores import PendingWrite, ScoringQueries, WriteRegion, score_slots
 
 ROWS, HEADS, QUERY_HEADS, LENGTH, SIZE = 2, 2, 4, 6, 4
 

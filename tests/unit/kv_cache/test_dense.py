@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
-from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.stores.dense import DenseStore
 from tests.support.tiny_models import prompts
 
 HEADS, SIZE = 2, 3
@@ -24,28 +24,6 @@ def feed(cache, width, rows=None, start=0, stop=None):
     last = start if isinstance(start, int) else int(torch.tensor(start).max())
     begin = start if isinstance(start, int) else torch.tensor(start)
     return block, cache.update(0, block, -block, KVSpan(where, begin, width, stop or last + width))
-
-
-def test_keys_and_values_come_back():
-    cache = DenseStore()
-    cache.extend(2)
-    first, (keys, values) = feed(cache, 3)
-    cache.commit(None, torch.tensor([3, 3]))
-    second, (keys, values) = feed(cache, 2, start=3)
-    assert torch.equal(keys, torch.cat((first, second), 2))
-    assert torch.equal(values, -keys)
-    assert (len(cache), cache.lengths.tolist()) == (2, [3, 3])
-
-
-def test_a_long_text_outgrows_the_first_block():
-    cache = DenseStore()
-    cache.extend(1)
-    parts = []
-    for start in range(0, 300, 10):
-        block, (keys, _) = feed(cache, 10, start=start)
-        parts.append(block)
-        cache.commit(None, torch.tensor([start + 10]))
-        assert torch.equal(keys, torch.cat(parts, 2))
 
 
 def num_slots(cache):
@@ -177,17 +155,6 @@ def test_rows_that_keep_their_place_move_nothing():
     cache.commit(None, torch.tensor([9, 7, 5, 0]))
     cache.commit(torch.tensor([0, 1, 2]), torch.tensor([9, 7, 5]))
     assert (cache.copied_slots, len(cache)) == (0, 3)
-
-
-def test_a_row_that_was_never_fed_can_move():
-    cache = DenseStore()
-    cache.extend(3)
-    feed(cache, 4)
-    cache.commit(None, torch.tensor([4, 4, 4]))
-    cache.extend(1)
-    cache.commit(torch.tensor([3, 1, 2]), torch.tensor([0, 4, 4]))
-    block, (keys, _) = feed(cache, 2, rows=[0])
-    assert torch.equal(keys[0, :, :2], block[0])
 
 
 @pytest.mark.parametrize("beams", [2, 4, 8])

@@ -17,9 +17,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from descant import GenerationConfig, Request
 from descant.core.interfaces import KVSpan
 from descant.errors import ConfigError, InputError, UnsupportedModel
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.evicting import H2OStore, SnapKVStore
-from descant.testing import Schedule, compare, outcomes
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.evicting import H2OStore, SnapKVStore
+from descant.testing import outcomes
 from tests.support.tiny_models import prompts
 
 
@@ -327,6 +327,7 @@ class Trial:
                         assert votes == pytest.approx([one.score for one in entries], abs=1e-5)
 
 
+@pytest.mark.ci_cases("heavy", "snap")
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 @pytest.mark.parametrize(
@@ -509,54 +510,6 @@ def test_the_rule_matters(tiny, kind):
 
 
 # ---------------------------------------------------------------------------- in a session
-METHODS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "seed": 3, "temperature": 1.5},
-    "samples": {"do_sample": True, "seed": 4, "num_return_sequences": 3},
-    "beams": {"num_beams": 3, "num_return_sequences": 2},
-    "beam sampling": {"num_beams": 3, "do_sample": True, "seed": 5},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 3},
-    "lookup": {"prompt_lookup_num_tokens": 4},
-    "early exit": {"assistant_early_exit": 1, "num_assistant_tokens": 3},
-    "guidance": {"guidance_scale": 1.5},
-}
-
-
-def requests_for(
-    one: Any, names: list[str], lengths: list[int], seed: int, tokens: int = 12
-) -> list[Request]:
-    """A request for each method, of texts that repeat themselves."""
-    texts = [text[: len(text) // 2] * 2 for text in prompts(one.arch, lengths, seed)]
-    return [
-        Request(text, GenerationConfig(max_new_tokens=tokens, **METHODS[name]))
-        for text, name in zip(texts, names, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("make", [lambda: SnapKVStore(200), lambda: H2OStore(200, 20)], ids=["snap", "heavy"])
-def test_without_eviction_it_equals_dense(tiny, make):
-    """All methods in one table, each come at its own time: tokens and logits are those of a dense cache."""
-    one = tiny("llama", attn_implementation="sdpa")
-    requests = requests_for(one, list(METHODS), [8, 30, 12, 50, 9, 21, 33, 40, 16, 27], 3)
-    times = Schedule({0: [0, 1, 7, 3], 2: [2, 4, 9], 3: [5, 6, 8]}, {5: [0]}, admit_together=True)
-    expected = outcomes(one.model, requests, times, cache=DenseStore())
-    found = outcomes(one.model, requests, times, cache=make())
-    for name, one_way, other in zip(METHODS, expected, found, strict=True):
-        compare(one_way, other, name)
-
-
-def test_a_batch_of_many_is_many_of_one(tiny, kind):
-    """A row evicts the same in any batch."""
-    one = tiny("llama", attn_implementation="sdpa")
-    requests = requests_for(one, list(METHODS), [18, 30, 22, 50, 29, 21, 33, 40, 26, 37], 4)
-    times = Schedule({0: [3, 1, 7, 0], 2: [2, 4, 9], 3: [5, 6, 8]}, {}, admit_together=True)
-    found = outcomes(one.model, requests, times, cache=kind[0]())
-    for request, name, together in zip(requests, METHODS, found, strict=True):
-        alone = outcomes(one.model, [request], cache=kind[0]())[0]
-        if name in ("lookup", "early exit"):  # how many are tried is a matter of time
-            alone.logits = together.logits = {}
-        compare(alone, together, name)
 
 
 @pytest.mark.parametrize(
@@ -573,20 +526,6 @@ def test_a_prompt_in_pieces(tiny, size, held):
     store.commit = lambda *given: (commit(*given), seen.extend(store.slot_counts.tolist()))
     outcomes(one.model, [Request(text, config)], cache=store)
     assert seen == [*held, 15, 16, *seen[len(held) + 2 :]]
-
-
-@pytest.mark.parametrize("method", ["lookup", "early exit"])
-def test_drafts_change_nothing(tiny, kind, method):
-    """Neither how many are tried, nor what is made of them."""
-    one = tiny("llama", attn_implementation="sdpa")
-    plain, guessing = (requests_for(one, [name] * 4, [18, 40, 26, 31], 6, 20) for name in ("greedy", method))
-    expected = outcomes(one.model, plain, cache=kind[0]())
-    found = outcomes(one.model, guessing, cache=kind[0]())
-    for one_way, other in zip(expected, found, strict=True):
-        assert one_way.tokens == other.tokens
-        for prefix, logits in other.logits.items():
-            torch.testing.assert_close(logits, one_way.logits[prefix], rtol=0, atol=1e-4)
-    assert min(len(other.logits) for other in found) < 20  # some were accepted
 
 
 # ---------------------------------------------------------------------------- how much is kept

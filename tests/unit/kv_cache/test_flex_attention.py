@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from descant.core.interfaces import KVSpan
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.flex_attention import FlexDecodeAttention
-from descant.kv_cache.packed_span import PackedSpan
-from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.attention.packed_span import PackedSpan
+from descant.kv_cache.kernels.packed_attention import FlexDecodeAttention
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
 
 
 @torch.no_grad()

@@ -7,14 +7,14 @@ import copy
 import pytest
 import torch
 
+from bench.fake_devices import FIRST, SECOND, placed, pretended
 from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
 from descant.errors import InputError
-from descant.kv_cache.offloaded import OffloadedStaticStore, OffloadedStore
+from descant.kv_cache.stores.dense import OffloadedStaticStore, OffloadedStore
 from descant.testing import CacheTraits, ReferenceCache, check_cache
 from descant.testing.outcome import compare, outcomes
 from tests.contracts.subjects import of_method
-from tests.e2e.devices.fake_devices import FIRST, SECOND, placed, pretended
 from tests.support.tiny_models import prompts
 
 LAYERS, HEADS, SIZE = 3, 2, 3
@@ -63,6 +63,7 @@ def devices(tiny):
         yield
 
 
+@pytest.mark.ci_cases("static")
 @pytest.mark.parametrize("cache", ["dense", "static"])
 def test_a_cache_that_rests_elsewhere_equals_lists(cache):
     if cache == "dense":
@@ -184,6 +185,7 @@ def test_it_can_rest_elsewhere():
     assert all(torch.equal(two[0][:, :, :2], one[0]) for one, two in zip(seen, after, strict=True))
 
 
+@pytest.mark.ci_cases("beam-4")
 @pytest.mark.parametrize("method", ["sampling-fanned", "beam-4"])
 def test_a_model_on_a_device_with_its_cache_on_the_host(tiny, method):
     one = tiny("llama")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 
 import pytest
@@ -10,13 +9,12 @@ import torch
 
 from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
-from descant.engine import cache_factory
-from descant.kv_cache import shared_prefix_attention
-from descant.kv_cache.attention_proxy import KVProxy
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.paged import PagedStore
-from descant.testing import compare, outcomes
-from descant.testing.block_pool import check_ref_counts, num_used_blocks
+from descant.engine.planning import cache_factory
+from descant.kv_cache.attention import shared_prefix_attention
+from descant.kv_cache.attention.attention_proxy import KVProxy
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
+from tests.support.block_pool import check_ref_counts, num_used_blocks
 from tests.support.tiny_models import prompts
 
 HEADS, SIZE = 2, 4
@@ -174,44 +172,6 @@ def test_for_anything_but_attention_lazy_keys_are_the_tensor():
     assert torch.equal(keys[:, :, -1:], dense[:, :, -1:])
     assert torch.equal(keys * 2.0, dense * 2.0)
     assert (keys.shape, keys.ndim, keys.size(2), len(keys)) == (dense.shape, 4, 101, 2)
-
-
-METHODS = {
-    "beams": {"num_beams": 4},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "sequences": {"num_return_sequences": 4, "do_sample": True, "seed": 3},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
-    "lookup": {"prompt_lookup_num_tokens": 3, "num_assistant_tokens_schedule": "constant"},
-    "early exit": {"assistant_early_exit": 1, "num_assistant_tokens_schedule": "constant"},
-    "guidance": {"guidance_scale": 1.5, "num_beams": 2},
-}
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "opt", "llama in float64"])
-def test_every_method_says_the_same_as_on_the_dense_cache(tiny, monkeypatch, name):
-    monkeypatch.setattr(shared_prefix_attention, "_MIN_SHARED_SLOTS", 4)
-    model = tiny(name.split()[0])
-    decoder = copy.deepcopy(model.model).double() if "float64" in name else model.model
-    texts = prompts(model.arch, [9, 23, 40], seed=3)
-    requests = [
-        Request(text, GenerationConfig(max_new_tokens=12, eos_token_id=model.eos, **fields))
-        for fields in METHODS.values()
-        for text in texts
-    ]
-    shared = []
-    attend = shared_prefix_attention.SharedPrefixKV.attend
-    monkeypatch.setattr(
-        shared_prefix_attention.SharedPrefixKV,
-        "attend",
-        lambda self, *more: (shared.append(self.plan.shared_segments), attend(self, *more))[1],
-    )
-    store = PagedStore(4)
-    expected, found = (outcomes(decoder, requests, None, cache) for cache in (DenseStore(), store))
-    for one, other, request in zip(expected, found, requests, strict=True):
-        compare(one, other, str(request.generation_config), 1e-4)
-    assert any(shared)  # otherwise nothing was tried
-    check_ref_counts(store.pool, store)
-    assert num_used_blocks(store.pool) == 0
 
 
 def test_long_prompts_of_many_rows_are_paged_and_short_ones_are_not(tiny, monkeypatch):

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from descant.core.interfaces import KVSpan
-from descant.kv_cache import paged_decode_attention
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.packed_span import PackedSpan
-from descant.kv_cache.paged import PagedStore
-from descant.kv_cache.paged_decode_attention import PagedDecodeAttention
+from descant.kv_cache.attention.packed_span import PackedSpan
+from descant.kv_cache.kernels import decode_attention as paged_decode_attention
+from descant.kv_cache.kernels.decode_attention import PagedDecodeAttention
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
 
 HEADS = 2
 
@@ -81,15 +81,13 @@ def test_a_shared_block_is_planned_once_for_its_rows():
     torch.manual_seed(0)
     store = forked_store(16, (16, 16))
     starts = store.lengths.numpy()
-    plan, slabs = paged_decode_attention._plan_blocks(store, PackedSpan(np.arange(6), starts, ones(6)), 2)
-    num_rows, num_parts, num_blocks = plan[:3].tolist()
-    assert (num_rows, num_parts) == (6, 4)  # rows 0 and 1, then 2, then 3 and 4, then 5
-    assert slabs == [0]
-    blocks = plan[3 + 3 * num_rows + 4 * num_parts :][: 6 * num_blocks].view(-1, 6)
-    num_readers = blocks[:, 5] - blocks[:, 4]
+    plan = paged_decode_attention._plan_blocks(store, PackedSpan(np.arange(6), starts, ones(6)), 2)
+    assert plan.parts[:, :2].tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
+    assert plan.slab_ids == [0]
+    num_readers = plan.blocks[:, 5] - plan.blocks[:, 4]
     assert int(num_readers.sum()) == sum(-(-(start + 1) // 16) for start in starts)
     assert num_readers.max() == 2
-    assert num_blocks < num_readers.sum()
+    assert len(num_readers) < num_readers.sum()
 
 
 def test_a_long_prompt_in_a_slab_of_its_own():
@@ -129,7 +127,7 @@ def test_it_declines_what_it_does_not_serve(monkeypatch):
     assert PagedDecodeAttention.serves(torch.float32, torch.device("cpu"))
     assert PagedDecodeAttention.serves(torch.bfloat16, torch.device("cpu"))
     assert not PagedDecodeAttention.serves(torch.float16, torch.device("cpu"))
-    monkeypatch.setattr(paged_decode_attention, "_decode_kernel", lambda _dtype: None)
+    monkeypatch.setattr(PagedDecodeAttention, "kernel", lambda *_: None)
     assert attention.attend(full, full, full, 0, None) is None
     assert not PagedDecodeAttention.serves(torch.float32, torch.device("cpu"))
 

@@ -10,10 +10,10 @@ import torch
 
 from descant import Finished, GenerationConfig, PrefixCache, Request, SchedulerConfig, Session
 from descant.core.interfaces import KVSpan
-from descant.kv_cache.cached_row import CachedRow, append_rows
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.paged import PagedStore
 from descant.kv_cache.prefix_cache import _PooledPrefixBlock
+from descant.kv_cache.row_views import CachedRow, append_rows
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
 from tests.support import tiny_models as tinies
 
 TOKENS = torch.arange(40)

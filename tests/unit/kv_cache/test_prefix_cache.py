@@ -10,9 +10,9 @@ import torch
 import descant
 from descant import Finished, GenerationConfig, InputError, PrefixCache, Request, Session
 from descant.core.interfaces import KVSpan
-from descant.kv_cache.cached_row import CachedRow
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.paged import PagedStore
+from descant.kv_cache.row_views import CachedRow
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
 from tests.support import tiny_models as tinies
 
 NEW = {"max_new_tokens": 8}

@@ -8,12 +8,13 @@ import torch
 
 import descant
 from descant.core.interfaces import KVSpan
-from descant.errors import ConfigError
-from descant.kv_cache import quantized_chunks, quantizers
-from descant.kv_cache.cfg_rows import PairedRowCache
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.quantized import QuantizedStore
-from descant.kv_cache.quantizers import HQQ, Quanto
+from descant.errors import ConfigError, InputError
+from descant.kv_cache.row_views import PairedRowCache
+from descant.kv_cache.stores import quantized as quantized_chunks
+from descant.kv_cache.stores import quantizers
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.quantized import QuantizedStore
+from descant.kv_cache.stores.quantizers import HQQ, Quanto
 from descant.testing import check_cache
 from tests.support.extras import need_hqq
 from tests.support.tiny_models import pad, prompts
@@ -57,6 +58,7 @@ def held(cache):
 
 
 # -------------------------------------------------------------------- the law, where nothing is lost
+@pytest.mark.ci_cases("-1-1", "0-3")
 @pytest.mark.parametrize("residual", [0, 1, 3])
 @pytest.mark.parametrize("axis", [0, -1])
 def test_groups_of_one_number_lose_nothing(residual, axis):
@@ -339,6 +341,18 @@ def test_a_saved_cache_is_as_small_and_reads_the_same(tmp_path):
         ):
             for row, length in enumerate((311, 203, 308)):
                 assert torch.equal(mine[row, :, : length + 1], theirs[row, :, : length + 1])
+
+
+def test_a_state_without_the_content_of_a_chunk_is_refused_by_name():
+    cache = one(residual=8)
+    cache.extend(1)
+    for layer in (0, 1):
+        feed(cache, random_block(1, 20, layer), layer=layer)
+    cache.commit(None, torch.tensor([20]))
+    state = cache.state()
+    del state["chunk.0.1.values.scale"]
+    with pytest.raises(InputError, match=r"`state` must have the tensor `chunk\.0\.1\.values\.scale`"):
+        one(residual=8).load(state)
 
 
 def test_rows_can_be_read_without_being_fed():

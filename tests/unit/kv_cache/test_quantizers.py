@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from descant.errors import ConfigError, MissingExtra
-from descant.kv_cache.quantizers import BACKENDS, HQQ, Quanto, _pack, _unpack, build_quantizer
+from descant.kv_cache.stores.quantizers import BACKENDS, HQQ, Quanto, _pack, _unpack, build_quantizer
 from tests.support.extras import need_hqq
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from descant.kv_cache.recurrent_state import (
+from descant.kv_cache.stores.recurrent_state import (
     RecurrentStateCache,
     concat_states,
     copy_state,

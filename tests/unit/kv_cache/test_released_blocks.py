@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from descant import Hypothesis
-from descant.engine.finished_kv import FinishedKV
+from descant.engine.tables.prefix_reuse import FinishedKV
 from descant.kv_cache.block_pool import BlockPool
-from descant.kv_cache.cached_row import CachedRow
-from descant.kv_cache.paged import PagedStore
-from descant.testing.block_pool import check_ref_counts
+from descant.kv_cache.row_views import CachedRow
+from descant.kv_cache.stores.paged import PagedStore
+from tests.support.block_pool import check_ref_counts
 
 
 def in_thread(function):

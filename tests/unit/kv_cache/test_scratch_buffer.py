@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from descant.kv_cache.scratch_buffer import ScratchBuffer
+from descant.kv_cache.stores.quantized import ScratchBuffer
 
 LIKE = torch.zeros(1)
 

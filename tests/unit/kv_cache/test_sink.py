@@ -9,10 +9,10 @@ from transformers import DynamicCache
 from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
 from descant.errors import InputError
-from descant.kv_cache.sink import SinkStore
-from descant.models.rope import rope_of_model
+from descant.kv_cache.stores.sink_window import SinkStore
+from descant.models.forward.rope import rope_of_model
 from descant.testing import Schedule
-from descant.testing.outcome import compare, outcomes
+from descant.testing.outcome import outcomes
 from tests.support.tiny_models import prompts
 from tests.unit.kv_cache.known import Known
 from tests.unit.kv_cache.recency import drilled
@@ -30,6 +30,7 @@ def turned(keys, shift):
     return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
 
 
+@pytest.mark.ci_cases("3-2-1-1", "4-0-2-3")
 @pytest.mark.parametrize(
     ("length", "sinks", "slack", "room"), [(6, 2, 0, 1), (5, 1, 3, 2), (4, 0, 2, 3), (3, 2, 1, 1)], ids=str
 )
@@ -110,6 +111,7 @@ def by_hand(model, prompt, count):
     return tokens[len(prompt) :], seen
 
 
+@pytest.mark.ci_cases("llama-sdpa", "gpt-neox-eager")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "gpt-neox"])
 def test_a_model_answers_as_by_hand(tiny, name, attention):
@@ -164,30 +166,6 @@ def test_drafts_change_nothing(tiny, attention):
         assert found.tokens == expected.tokens
         for prefix, line in found.logits.items():
             assert torch.allclose(expected.logits[prefix], line, rtol=0.0, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"do_sample": True, "seed": 5},
-        {"num_beams": 3},
-        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-        {"penalty_alpha": 0.6, "top_k": 4},
-    ],
-    ids=str,
-)
-def test_methods_are_the_same_in_a_batch_and_alone(tiny, method):
-    one = tiny("llama")
-    config = GenerationConfig(max_new_tokens=25, eos_token_id=None, **method)
-    asked = [Request(text, config) for text in prompts(one.arch, [4, 17, 8], 3)]
-
-    def store():
-        return SinkStore(LENGTH, SINKS, rope_of_model(one.model), slack=3, room=4)
-
-    alone = [outcomes(one.model, [request], cache=store())[0] for request in asked]
-    for schedule in (Schedule.at_once([2, 0, 1]), Schedule({0: [1], 3: [0, 2]})):
-        for number, found in enumerate(outcomes(one.model, asked, schedule, store())):
-            compare(alone[number], found, f"request {number}, {schedule}")
 
 
 def test_memory_does_not_grow(tiny):

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant.core.interfaces import KVSpan
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.tied_rows import TiedRowCache
+from descant.kv_cache.row_views import TiedRowCache
+from descant.kv_cache.stores.dense import DenseStore
 
 
 class _Sequences:

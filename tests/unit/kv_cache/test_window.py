@@ -10,17 +10,17 @@ import torch
 from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
 from descant.errors import InputError
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.window import WindowStore
-from descant.models.traits import traits_of
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.sink_window import WindowStore
+from descant.models.forward.traits import traits_of
 from descant.testing import Schedule
 from descant.testing.outcome import compare, outcomes
 from tests.support.tiny_models import ARCHITECTURES, prompts
 from tests.unit.decoding.speculative.rig import network
-from tests.unit.kv_cache.known import Known
 from tests.unit.kv_cache.recency import drilled
 
 
+@pytest.mark.ci_cases("[6, 6]-8-64", "[5, None]-2-3", "[3]-0-1")
 @pytest.mark.parametrize(
     ("windows", "slack", "room"),
     [([3], 0, 1), ([5, None], 2, 3), ([1, 4], 3, 2), ([6, 6], 8, 64), ([None, None], 0, 1)],
@@ -47,7 +47,6 @@ METHODS = {
     "guidance": {"guidance_scale": 1.5},
     "one by one": {"penalty_alpha": 0.6, "top_k": 4, "low_memory": True},
 }
-SCHEDULES = (Schedule.at_once(range(4)), Schedule({0: [1], 2: [3, 0], 9: [2]}, {12: [3]}))
 
 
 def check(expected, found, where):
@@ -68,34 +67,6 @@ def model_of(name):
 def store_of(model, slack=3, room=4):
     facts = traits_of(model)
     return WindowStore([facts.sliding_windows[kind] for kind in facts.layer_types], slack, room)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["mistral", "hybrid"])
-def test_generations_are_those_on_a_dense_cache(name, method):
-    model = model_of(name)
-    config = GenerationConfig(max_new_tokens=24, eos_token_id=None, **METHODS[method])
-    texts = [*prompts(ARCHITECTURES["llama"], [3, 12, 25], 5), [5, 6, 7, 8] * 4]
-    asked = [Request(text, config) for text in texts]
-    for schedule in SCHEDULES:
-        expected = outcomes(model, asked, schedule, DenseStore())
-        found = outcomes(model, asked, schedule, store_of(model))
-        for number in range(len(asked)):
-            check(expected[number], found[number], f"request {number}, {method}, {schedule}")
-
-
-@pytest.mark.parametrize("name", ["mistral", "hybrid"])
-def test_drafts_change_nothing(name):
-    model = model_of(name)
-    texts = prompts(ARCHITECTURES["llama"], [3, 12, 25], 5)
-    plain = GenerationConfig(max_new_tokens=40, eos_token_id=None)
-    guessed = plain.replace(num_assistant_tokens=5, num_assistant_tokens_schedule="constant")
-    alone = outcomes(model, [Request(text, plain) for text in texts], cache=DenseStore())
-    drafter = Known([[*text, *found.tokens[0]] for text, found in zip(texts, alone, strict=True)])
-    asked = [Request(text, guessed, assistant_model=drafter) for text in texts]
-    for expected, found in zip(alone, outcomes(model, asked, cache=store_of(model)), strict=True):
-        assert found.tokens == expected.tokens
-        assert found.hypotheses[0].speculation.saved_forwards > 20
 
 
 @pytest.mark.parametrize("name", ["mistral", "hybrid"])
@@ -140,7 +111,7 @@ def step(store, layers, width=1, rows=None):
 
 def held_in(store, shown):
     """Whether what is shown is a view of what is held."""
-    keys, _ = store._stores[store._windows[0]]._blocks[0]
+    keys = store._stores[store._windows[0]]._keys[0]
     return shown.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
 
 
@@ -226,6 +197,16 @@ def test_a_wide_forward_of_rows_with_a_past_is_forgotten_when_committed():
     step(store, 1, 4)
     step(store, 1, 100)
     assert store.nbytes <= 2 * (6 - 1 + 2 + 2) * SLOT
+
+
+def test_rows_of_a_window_grow_by_half():
+    store = WindowStore([16])
+    store.extend(4)
+    step(store, 1)
+    before = store.nbytes
+    store.extend(1)
+    step(store, 1, rows=[4])
+    assert store.nbytes == 1.5 * before
 
 
 def test_full_layers_keep_everything():

@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor
 
 import descant
-from descant.engine.model_factory import as_model
 from descant.models import aligned_sound
 from descant.models.kv_shape import kv_shape_of
+from descant.models.model_adapter import as_model
 from tools.sweep.catalogue import entries
 from tools.sweep.media import noise, subject
 from tools.sweep.subject import Subject

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
+from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
 from descant.errors import InputError
 from descant.models.bayesian_detector import (
     BayesianDetectorConfig,

@@ -8,9 +8,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from descant.models import bfloat16_product as module
-from descant.models.bfloat16_product import BFloat16Forward, bfloat16_product, has_bfloat16_product
-from descant.models.packed_product import plain_product
+from descant.models.fast import products as module
+from descant.models.fast.products import (
+    BFloat16Forward,
+    bfloat16_product,
+    has_bfloat16_product,
+    plain_product,
+)
 
 
 def weights_of(*shapes: tuple[int, int]) -> list[torch.Tensor]:
@@ -112,6 +116,7 @@ def test_the_forward_of_a_layer_until_it_is_restored(monkeypatch):
     assert not BFloat16Forward.serves(None)
     assert not BFloat16Forward.serves(torch.nn.Linear(64, 48))
     forward = BFloat16Forward(layer)
+    forward.install()
     assert not BFloat16Forward.serves(layer)
     calls = []
     monkeypatch.setattr(

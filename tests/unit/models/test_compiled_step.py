@@ -18,15 +18,13 @@ import descant
 from descant import GenerationConfig, Request, Session
 from descant.config.compile_config import CompileConfig
 from descant.errors import ConfigError, UnsupportedModel
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.static import StaticStore
-from descant.models.compiled_step import (
-    CompilableStore,
+from descant.kv_cache.stores.dense import DenseStore, StaticStore
+from descant.models.fast.compiled_step import (
     _GroupedKVProxy,
     compiled_steps_of,
     uncompilable_reason,
 )
-from descant.models.traits import traits_of
+from descant.models.forward.traits import traits_of
 from descant.testing import ReferenceCache
 from descant.testing.outcome import compare, outcomes
 from tests.contracts.subjects import METHODS, mixed, of_method, requests
@@ -278,11 +276,6 @@ def test_states_that_are_asked_for_come_uncompiled(tiny, fresh):
     assert steps(model).num_graphs == 0
 
 
-def test_a_static_store_is_what_is_asked_for():
-    assert isinstance(StaticStore(4), CompilableStore)
-    assert not isinstance(DenseStore(), CompilableStore)
-
-
 # ---------------------------------------------------------------------- what cannot be
 @pytest.mark.parametrize("name", ["t5", "bart"])
 def test_a_model_with_an_encoder_is_refused(tiny, name):
@@ -316,6 +309,7 @@ def test_a_step_that_is_no_graph_is_an_error(tiny, fresh):
     same(model, request, static(config=CompileConfig(fullgraph=False, backend="eager")))
 
 
+@pytest.mark.ci_cases("True")
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_what_is_compiled_too_often_does_not_go_on_uncompiled(tiny, fresh, fullgraph):
     model, request = fresh(), plain(tiny("llama"), [5], max_new_tokens=3)

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 import descant
-from descant.models import custom_generate
+from descant.models.compat import custom_generate
 from tools.sweep.catalogue import entries
 from tools.sweep.media import subject
 from tools.sweep.subject import Subject

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import descant
-from descant.models.eager_attention import with_eager_attention
+from descant.models.wrapping.wrapped_model import with_eager_attention
 
 ASKED = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_attentions": True}
 

@@ -11,9 +11,8 @@ import torch
 import descant
 from descant import GenerationConfig, InputError, Request, Session
 from descant.config.compile_config import CompileConfig
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.paged import PagedStore
-from descant.kv_cache.static import StaticStore
+from descant.kv_cache.stores.dense import DenseStore, StaticStore
+from descant.kv_cache.stores.paged import PagedStore
 from descant.models.fast_paths import FastPath, fast_paths
 from descant.models.transformers_model import TransformersModel
 from descant.testing import toy
@@ -119,7 +118,7 @@ def new_tokens(model: Any) -> list[list[int]]:
 
 
 def test_packed_forwards_on_and_off_give_the_same_tokens(model, monkeypatch):
-    monkeypatch.setattr("descant.models.forward_batches._MIN_PACKED_READ", 0)
+    monkeypatch.setattr("descant.models.forward.batches._MIN_PACKED_READ", 0)
     packed: list[int] = []
     run = TransformersModel._run_packed
 

@@ -15,7 +15,7 @@ from torch import Tensor, optim
 from torch.nn.utils import prune
 
 import descant
-from descant.models.fingerprint import check_fingerprint, fingerprint
+from descant.models.wrapping.fingerprint import check_fingerprint, fingerprint
 
 
 @pytest.fixture
@@ -214,7 +214,9 @@ def test_a_cache_loaded_without_a_model_is_checked_by_the_call(model: Any, tmp_p
 def test_the_weights_are_read_once_while_they_do_not_change(model: Any, monkeypatch: Any) -> None:
     made_by = fingerprint(model)
     read: list[str] = []
-    monkeypatch.setattr("descant.models.fingerprint._checksum", lambda weight: read.append("read") or b"")
+    monkeypatch.setattr(
+        "descant.models.wrapping.fingerprint._checksum", lambda weight: read.append("read") or b""
+    )
     check_fingerprint(model, made_by, "past_key_values", cheap=True)
     assert not read
 

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from importlib import import_module
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 
 import descant
+from descant.config.cache_config import QuantizedCacheConfig
 from descant.errors import ConfigError, InputError
-from descant.kv_cache.dense import DenseStore
-from descant.models.hf_caches import exports
-from descant.models.hf_caches.exports import (
+from descant.kv_cache.stores.dense import DenseStore
+from descant.models.compat.hf_caches.convert import EncoderDecoderCache, to_descant_cache
+from descant.models.compat.hf_caches.dynamic import (
     DynamicCache,
-    EncoderDecoderCache,
     H2OCache,
     HQQQuantizedCache,
-    HybridCache,
-    MambaCache,
     OffloadedCache,
-    OffloadedStaticCache,
     PagedCache,
     QuantizedCache,
-    QuantizedCacheConfig,
     QuantoQuantizedCache,
     SinkCache,
-    SlidingWindowCache,
     SnapKVCache,
+)
+from descant.models.compat.hf_caches.recurrent import MambaCache, RecurrentCache
+from descant.models.compat.hf_caches.sized import (
+    HybridCache,
+    OffloadedStaticCache,
+    SlidingWindowCache,
     StaticCache,
-    to_descant_cache,
 )
 from tests.support.extras import need_hqq
 from tests.support.manual_forwards import feeds, level, loader, padded, stepped, whole
@@ -95,7 +97,7 @@ def test_steps_equal_one_forward(kind, name, get):
     model = get(name, **attention(name)).model
     cache = EXACT[kind][0](model, 3)
     assert isinstance(cache, transformers.cache_utils.Cache)
-    assert isinstance(cache, exports.Cache)
+    assert isinstance(cache, descant.Cache)
     ids = level(get(name, **attention(name)), LENGTH)
     close(stepped(model, cache, feeds(ids, WIDTHS)), whole(model, ids))
     assert cache.get_seq_length() == LENGTH
@@ -508,13 +510,13 @@ def test_usable_length(get):
 
 
 def test_a_cache_config_names_its_cache():
-    config = exports.CacheConfig("static")
+    config = descant.CacheConfig("static")
     assert config.cache_implementation == "static"
     assert config.to_dict() == {"cache_implementation": "static"}
-    assert exports.CacheConfig.from_dict(config.to_dict()) == config
+    assert descant.CacheConfig.from_dict(config.to_dict()) == config
     assert config.update(cache_implementation="dynamic", other=1) == {"other": 1}
-    assert exports.CacheConfig(cache_implementation=None).cache_implementation is None
-    assert exports.StaticCacheConfig(1, 2).cache_implementation == "static"
+    assert descant.CacheConfig(cache_implementation=None).cache_implementation is None
+    assert descant.StaticCacheConfig(1, 2).cache_implementation == "static"
 
 
 def test_settings_may_name_the_cache_that_they_are_for(get):
@@ -522,10 +524,10 @@ def test_settings_may_name_the_cache_that_they_are_for(get):
     given = {"max_new_tokens": 4, "cache_implementation": "static"}
     ids = level(subject, 6)
     plain = descant.generate(subject.model, ids, max_new_tokens=4)
-    for config in (exports.CacheConfig("static"), {"cache_implementation": "static", "max_cache_len": 12}):
+    for config in (descant.CacheConfig("static"), {"cache_implementation": "static", "max_cache_len": 12}):
         assert descant.generate(subject.model, ids, cache_config=config, **given).tolist() == plain.tolist()
     with pytest.raises(ConfigError, match=r"`cache_config` must be for the cache .* 'static', got 'dynamic'"):
-        descant.generate(subject.model, ids, cache_config=exports.CacheConfig("dynamic"), **given)
+        descant.generate(subject.model, ids, cache_config=descant.CacheConfig("dynamic"), **given)
 
 
 def test_a_static_cache_whose_blocks_were_read_is_filled_by_generate(get):
@@ -610,6 +612,28 @@ def test_sinks_learn_the_rotation_from_the_model_that_runs(name, get):
     close(stepped(model, copy.deepcopy(cache), feeds(ids, (1,), first=29)), want[:, 29:])
     cache.reorder_cache(torch.tensor([2, 0]))
     close(stepped(model, cache, feeds(ids[[2, 0]], (1,), first=29)), want[[2, 0], 29:])
+
+
+@pytest.mark.parametrize(
+    "again",
+    [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_sinks_that_were_copied_early_learn_the_rotation_too(again, get):
+    """Also from a decoder whose `forward` is called directly, and after a forward that was cut short."""
+    model, other = get("llama").model, get("qwen2").model
+    ids = level(get("llama"), 20)
+    want = stepped(model, SinkCache(12, 3, model=model), feeds(ids, (12, *(1,) * 8)))
+    cache = SinkCache(window_length=12, num_sink_tokens=3)
+    close(stepped(model, cache, feeds(ids, (12,))), want[:, :12])
+    cache = again(cache)
+    stopped = mock.patch.object(type(other.lm_head), "forward", side_effect=KeyboardInterrupt)
+    with stopped, pytest.raises(KeyboardInterrupt):
+        stepped(other, SinkCache(12, 3), feeds(ids, (1,)))
+    for at in range(12, 20):
+        given = {"position_ids": torch.full((3, 1), at), "past_key_values": cache, "use_cache": True}
+        hidden = model.model.forward(input_ids=ids[:, at : at + 1], **given).last_hidden_state
+        close(model.lm_head(hidden), want[:, at : at + 1])
 
 
 def test_sinks_without_a_rotation_are_refused_when_they_would_have_to_turn(get):
@@ -700,7 +724,7 @@ def test_quantized_configs():
         "compute_dtype": torch.float16,
         "device": "cpu",
     }
-    assert isinstance(config, exports.CacheConfig)
+    assert isinstance(config, descant.CacheConfig)
     assert QuantizedCacheConfig.from_dict(config.to_dict(), nbits=2) == QuantizedCacheConfig(nbits=2)
     assert config != QuantizedCacheConfig(nbits=2)
     assert dict(config) == config.to_dict()
@@ -724,10 +748,10 @@ def test_quantized_configs():
         with pytest.raises(ValueError, match=next(iter(wrong))):
             kind(QuantizedCacheConfig(**wrong))
     with pytest.raises(InputError, match="QuantizedCacheConfig"):
-        QuantoQuantizedCache(exports.StaticCacheConfig(1, 2))
-    exports.StaticCacheConfig(1, 2).validate()
+        QuantoQuantizedCache(descant.StaticCacheConfig(1, 2))
+    descant.StaticCacheConfig(1, 2).validate()
     with pytest.raises(ValueError, match="max_cache_len"):
-        exports.StaticCacheConfig(1, 0).validate()
+        descant.StaticCacheConfig(1, 0).validate()
 
 
 # -------------------------------------------------------------------- what others made
@@ -865,7 +889,7 @@ def test_a_state_of_transformers_is_taken_if_it_counts(get):
     ids, given = torch.randint(0, 97, (3, 12)), transformers.DynamicCache(config=config)
     stepped(model, given, feeds(ids, (9,)))
     cache = to_descant_cache(given)
-    assert type(cache) is exports.RecurrentCache
+    assert type(cache) is RecurrentCache
     assert to_descant_cache(cache) is cache
     assert cache.lengths.tolist() == cache.commit_store().lengths.tolist() == [9, 9, 9]
     fed = feeds(ids, (1, 1, 1), first=9)

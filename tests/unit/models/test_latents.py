@@ -15,9 +15,13 @@ import descant
 from descant.engine.latent_requests import latent_requests
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.session import Failed, Finished, Session
-from descant.models.latents.latent_model import LatentModel, is_latent_model
-from descant.models.latents.output import audio_latents
-from descant.models.latents.sequence import LATENT_INPUT, EndOfSpeech
+from descant.models.audio.latents import (
+    LATENT_INPUT,
+    EndOfSpeech,
+    LatentModel,
+    audio_latents,
+    is_latent_model,
+)
 from tools.sweep.media import subject
 from tools.sweep.subject import Entry, Subject
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from descant.errors import InputError
-from descant.models.multimodal import is_per_token, split_by_prompt
+from descant.models.forward.inputs import is_per_token, split_by_prompt
 
 IMAGE, VIDEO = 90, 91
 MARKS = {"image": IMAGE, "video": VIDEO}

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import descant
-from descant.core.prompt_chunk import PromptChunk
+from descant.core.interfaces import PromptChunk
 from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.packed_span import PackedSpan
-from descant.kv_cache.paged import PagedStore
-from descant.models.packed_forward import PackedForwards
+from descant.kv_cache.attention.packed_span import PackedSpan
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.paged import PagedStore
+from descant.models.fast.packed_forward import PackedForwards
 from descant.models.transformers_model import TransformersModel
 from descant.testing import check_drafts
 
@@ -29,7 +29,7 @@ LENGTHS = [3, 40, 1, 9, 150, 9]
 @pytest.fixture(autouse=True)
 def _every_ragged_step_is_packed(monkeypatch):
     """A step of a tiny model reads too little to be packed."""
-    monkeypatch.setattr("descant.models.forward_batches._MIN_PACKED_READ", 0)
+    monkeypatch.setattr("descant.models.forward.batches._MIN_PACKED_READ", 0)
 
 
 def new_rows(lengths: list[int], seed: int = 0) -> Rows:
@@ -92,7 +92,7 @@ def test_chunks_of_prompts_share_the_forward_of_other_rows(tiny, make_cache, sta
     """The rows have equal length, so that without a chunk they would not be packed."""
     model = tiny("llama").model
     logits, prompt = [], new_rows([60], seed=3)
-    for piggybacked in (True, False):
+    for is_beside in (True, False):
         one, cache, own, rows = TransformersModel(model), make_cache(), make_cache(), new_rows([8, 8])
         run(one, cache, rows, 1)
         rows = rows.replace(cached_length=rows.position).append(torch.full((2, 1), 7), rows.length + 1)
@@ -101,14 +101,13 @@ def test_chunks_of_prompts_share_the_forward_of_other_rows(tiny, make_cache, sta
         for stop in (start, 40) if start else (40,):
             chunk = PromptChunk(read.replace(length=torch.tensor([stop])), own)
             before = one.forwards
-            if piggybacked and stop == 40:
-                one.piggyback([chunk])
-            else:
+            chunks = [chunk] if is_beside and stop == 40 else []
+            if not chunks:
                 one.forward(chunk.rows, Proposal(), own)
             if stop == 40:
-                logits.append(one.forward(rows, Proposal(), cache).logits)
-                assert one.forwards - before == (1 if piggybacked else 2)
-                assert chunk.is_fed == piggybacked
+                logits.append(one.forward(rows, Proposal(), cache, chunks=chunks).logits)
+                assert one.forwards - before == (1 if is_beside else 2)
+                assert chunk.is_fed == is_beside
             own.commit(None, torch.tensor([stop]))
             read = read.replace(cached_length=torch.tensor([stop]))
         logits.append(one.forward(read, Proposal(), own).logits)
@@ -116,17 +115,15 @@ def test_chunks_of_prompts_share_the_forward_of_other_rows(tiny, make_cache, sta
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
-def test_a_forward_that_raises_drops_its_chunks(tiny, monkeypatch):
-    """It is tried again without them."""
+def test_a_forward_that_raises_feeds_no_chunk(tiny, monkeypatch):
     model = TransformersModel(tiny("llama").model)
     cache, own, rows = DenseStore(), DenseStore(), new_rows([8, 8])
     cache.extend(2), own.extend(1)
     chunk = PromptChunk(new_rows([60], seed=3), own)
-    model.piggyback([chunk])
     with monkeypatch.context() as patch:
         patch.setattr(own, "write_packed", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            model.forward(rows, Proposal(), cache)
+            model.forward(rows, Proposal(), cache, chunks=[chunk])
         model.forward(rows, Proposal(), cache)
     assert not chunk.is_fed
 
@@ -137,7 +134,7 @@ def test_decode_steps_are_packed_where_they_read_much(tiny, monkeypatch, lengths
     model = tiny("llama").model
     logits, num_packed = [], []
     for limit in (0, 2**60):
-        monkeypatch.setattr("descant.models.forward_batches._MIN_PACKED_READ", limit)
+        monkeypatch.setattr("descant.models.forward.batches._MIN_PACKED_READ", limit)
         one, cache, rows = TransformersModel(model), make_cache(), new_rows(lengths)
         spans: list[int] = []
         monkeypatch.setattr(one, "_run_packed", counted(one._run_packed, spans))
@@ -198,9 +195,9 @@ def test_a_model_with_a_mask_of_its_own_is_fed_padded_rows(tiny):
     original, layer.self_attn = layer.self_attn, ChangedMask(layer.self_attn)
     try:
         changed = TransformersModel(model)
-        assert changed._packed.is_supported
+        assert changed._packed.off_reason is None
         seen = run(changed, DenseStore(), new_rows(LENGTHS), 3)
-        assert not changed._packed.is_supported
+        assert changed._packed.off_reason is not None
     finally:
         layer.self_attn = original
     for ours, theirs in zip(seen, run(padded(model), DenseStore(), new_rows(LENGTHS), 3), strict=True):
@@ -249,7 +246,7 @@ def test_many_tokens_are_fed_in_parts_with_the_same_logits(tiny, make_cache, mon
     expected = run(plain, make_cache(), new_rows(LENGTHS), 3)
     calls: list[int] = []
     monkeypatch.setattr(packed._packed, "_run_batch", counted_batches(packed._packed._run_batch, calls))
-    monkeypatch.setattr("descant.models.forward_batches._MAX_PACKED_TOKENS", 50)
+    monkeypatch.setattr("descant.models.forward.batches._MAX_PACKED_TOKENS", 50)
     got = run(packed, make_cache(), new_rows(LENGTHS), 3)
     for one, two in zip(got, expected, strict=True):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
@@ -276,6 +273,6 @@ def test_parts_with_drafts_have_the_same_logits(tiny, monkeypatch):
         cache = DenseStore()
         cache.extend(len(LENGTHS))
         seen.append(one.forward(new_rows(LENGTHS), proposal, cache).logits)
-        monkeypatch.setattr("descant.models.forward_batches._MAX_PACKED_TOKENS", 50)
+        monkeypatch.setattr("descant.models.forward.batches._MAX_PACKED_TOKENS", 50)
     for row, count in enumerate(proposal.num_drafts.tolist()):
         torch.testing.assert_close(seen[0][row, : count + 1], seen[1][row, : count + 1], atol=1e-4, rtol=1e-4)

@@ -9,7 +9,7 @@ import torch
 
 import descant
 from descant import DescantError, InputError
-from descant.models.packed_product import PackedProduct
+from descant.models.fast.products import PackedProduct
 from descant.testing import outcomes, toy
 
 
@@ -56,7 +56,7 @@ def test_changed_weights_are_noticed(layer):
 
 
 def test_a_step_that_torch_does_not_count_is_noticed_by_a_call(monkeypatch):
-    monkeypatch.setattr("descant.models.prepacked_weights._MIN_NUMEL", 1)
+    monkeypatch.setattr("descant.models.fast.products._MIN_NUMEL", 1)
     model, ids = toy(), torch.arange(5, 25)[None]
     with descant.prepack_weights(model):
         descant.generate(model, ids, max_new_tokens=2)
@@ -109,7 +109,7 @@ def test_what_cannot_be_prepacked_is_refused(layer, monkeypatch):
 
 
 def test_tokens_of_a_session_are_the_same(tiny, monkeypatch):
-    monkeypatch.setattr("descant.models.prepacked_weights._MIN_NUMEL", 1)
+    monkeypatch.setattr("descant.models.fast.products._MIN_NUMEL", 1)
     model = tiny("llama").model
     requests = [
         descant.Request(

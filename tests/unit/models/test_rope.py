@@ -7,9 +7,9 @@ import torch
 import transformers
 
 from descant.core.interfaces import KVSpan
-from descant.kv_cache.dense import DenseStore
-from descant.models.forward_view import SelfAttentionView
-from descant.models.rope import RopeShift, rope_from_config, rope_of_model
+from descant.kv_cache.stores.dense import DenseStore
+from descant.models.forward.encoder import SelfAttentionView
+from descant.models.forward.rope import RopeShift, rope_from_config, rope_of_model
 from tools.sweep.catalogue import entries
 from tools.sweep.trial import subject_of
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -133,21 +132,6 @@ def linked_code(world: World) -> Any:
     return str(made)
 
 
-def auto_map(world: World) -> Any:
-    """Another file of a harmless recipe sends to another repository."""
-    world.repo("eve/other")
-    made = world.folder(generate=HARMLESS, other=world.code)
-    (made / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": "eve/other--generate.generate"}}))
-    return str(made)
-
-
-def hub_auto_map(world: World) -> Any:
-    world.repo("eve/other")
-    mapped = json.dumps({"custom_generate": "x", "auto_map": {"generate": "eve/other--generate.generate"}})
-    world.hub.repo("ann/rec", {"generate.py": HARMLESS, "generation_config.json": mapped})
-    return "ann/rec"
-
-
 def renamed(world: World) -> Any:
     world.repo("eve/new")
     world.hub.rename("ann/rec", "eve/new")
@@ -241,7 +225,7 @@ Source = Callable[[World], Any]
 # Refused only for lack of trust.
 PLAIN: tuple[Source, ...] = (folder, path, relative, transformers_layout, hub, hub_branch, hub_commit)
 LINKS: tuple[Source, ...] = (linked_folder, linked_file, linked_code)
-REDIRECTS: tuple[Source, ...] = (auto_map, hub_auto_map, renamed, impostor, other_host)
+REDIRECTS: tuple[Source, ...] = (renamed, impostor, other_host)
 CHANGES: tuple[Source, ...] = (
     changed_folder, changed_module, swapped_for_a_link, changed_branch, changed_tag, changed_cache,
     changed_commit,

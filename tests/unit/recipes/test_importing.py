@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from descant.errors import RecipeError
-from descant.recipes.importing import PACKAGE_PREFIX, import_recipe
+from descant.recipes.loading import PACKAGE_PREFIX, import_recipe
 from descant.recipes.recipe_files import RecipeFiles
 
 
@@ -175,7 +175,7 @@ def test_one_recipe_may_load_another_from_a_thread_while_it_is_imported() -> Non
     sys.modules["_test_inner"] = inner  # type: ignore[assignment]
     try:
         text = (
-            "import sys, threading\nfrom descant.recipes.importing import import_recipe\ngot = []\n"
+            "import sys, threading\nfrom descant.recipes.loading import import_recipe\ngot = []\n"
             "def load(): got.append(import_recipe(sys.modules['_test_inner'], 'inner'))\n"
             "thread = threading.Thread(target=load, daemon=True); thread.start(); thread.join(10)\n"
             "def generate(model): return got[0]['generate'](model)"
@@ -315,7 +315,7 @@ def test_transformers_folder() -> None:
 def test_a_recipe_that_loads_itself_ends() -> None:
     """With an error of its own, not by waiting for itself."""
     text = (
-        "import sys\nfrom descant.recipes.importing import import_recipe\n"
+        "import sys\nfrom descant.recipes.loading import import_recipe\n"
         "half = import_recipe(sys.modules['_test_self'], 'mine')\n"
         "done = 'generate' in half\ndef generate(model): return done"
     )

@@ -108,9 +108,13 @@ def test_a_look_at_an_installed_one_imports_nothing(installed: Callable[..., Pat
         None,
         None,
     )
-    assert seen.entry_point is not None
-    assert seen.entry_point.dist is not None
-    assert (seen.entry_point.value, seen.entry_point.dist.name) == ("their_module:strategy", "some-dist")
+    entry = seen.reference.entry_point
+    assert entry is not None
+    assert entry.dist is not None
+    assert (entry.value, entry.dist.name) == (
+        "their_module:strategy",
+        "some-dist",
+    )
     assert "their_module" not in sys.modules
     with pytest.raises(RecipeError, match="needs no trust"):
         trust_recipe("their-way")

@@ -14,11 +14,16 @@ from typing import Any
 import pytest
 
 from descant.errors import ChangedRecipe, InputError, MissingRequirements, RecipeError, UntrustedRecipe
-from descant.recipes.importing import PACKAGE_PREFIX
-from descant.recipes.loading import inspect_recipe, load_recipe, lock_key, trust_recipe
+from descant.recipes.loading import (
+    PACKAGE_PREFIX,
+    Reference,
+    inspect_recipe,
+    load_recipe,
+    lock_key,
+    trust_recipe,
+)
 from descant.recipes.lock import Lock
 from descant.recipes.recipe import Recipe
-from descant.recipes.reference import Reference
 
 GENERATE = "def generate(model, left_padding=None, **kwargs):\n    return 'ran'\n"
 

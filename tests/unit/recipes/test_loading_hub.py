@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from descant.errors import ChangedRecipe, HubError, RecipeError, UntrustedRecipe
-from descant.recipes.importing import PACKAGE_PREFIX
-from descant.recipes.loading import inspect_recipe, load_recipe, trust_recipe
+from descant.recipes.loading import PACKAGE_PREFIX, inspect_recipe, load_recipe, trust_recipe
 from descant.recipes.lock import Lock
 from tests.unit.config.hub.server import Hub
 

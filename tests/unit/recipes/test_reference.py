@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant.errors import RecipeError
-from descant.recipes.reference import ENTRY_POINT_GROUP, Reference
+from descant.recipes.loading import ENTRY_POINT_GROUP, Reference
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from descant.errors import MissingRequirements, RecipeError
-from descant.recipes import requirements
+from descant.recipes import recipe_files as requirements
 from descant.recipes.recipe_files import RecipeFiles
 
 INSTALLED = {"torch": "2.6.0+cu126", "numpy": "2.1.0", "early": "3.0rc1", "odd": "not a version"}
@@ -40,7 +40,7 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def missing(*lines: str) -> list[str]:
     try:
-        requirements.check(lines, "owner/name")
+        requirements.check_requirements(lines, "owner/name")
     except MissingRequirements as error:
         return error.missing
     return []
@@ -48,7 +48,7 @@ def missing(*lines: str) -> list[str]:
 
 def test_the_documented_list() -> None:
     with pytest.raises(MissingRequirements) as caught:
-        requirements.check(["foo", "bar==0.5.0", "torch>=99.0", "numpy"], "owner/name")
+        requirements.check_requirements(["foo", "bar==0.5.0", "torch>=99.0", "numpy"], "owner/name")
     assert str(caught.value) == (
         "Missing requirements for owner/name:\n"
         "foo (installed: None)\n"
@@ -167,19 +167,19 @@ def test_lines(text: str, lines: list[str]) -> None:
 )
 def test_lines_that_are_more_or_less_than_a_requirement(line: str) -> None:
     with pytest.raises(RecipeError, match=r"recipe `owner/name`: its requirement .* keep to names") as caught:
-        requirements.check([line], "owner/name")
+        requirements.check_requirements([line], "owner/name")
     assert not isinstance(caught.value, MissingRequirements)
     assert str(caught.value).isprintable()
 
 
 def test_hostile_lines_are_refused_before_missing_ones_are_reported() -> None:
     with pytest.raises(RecipeError, match="keep to names"):
-        requirements.check(["foo", "-r more.txt"], "owner/name")
+        requirements.check_requirements(["foo", "-r more.txt"], "owner/name")
 
 
 def test_markers_that_cannot_be_evaluated_are_refused() -> None:
     with pytest.raises(RecipeError, match=r"the marker of its requirement .* must be valid"):
-        requirements.check(['torch; os_name ~= "posix"'], "owner/name")
+        requirements.check_requirements(['torch; os_name ~= "posix"'], "owner/name")
 
 
 def test_as_a_recipe_has_them() -> None:
@@ -207,7 +207,7 @@ def test_as_a_recipe_has_them() -> None:
 def test_any_lines_are_met_or_refused(lines: list[str]) -> None:
     found: Any = None
     try:
-        requirements.check(requirements.requirement_lines("\n".join(lines)), "owner/name")
+        requirements.check_requirements(requirements.requirement_lines("\n".join(lines)), "owner/name")
     except RecipeError as error:
         found = error
     assert found is None or found.recipe == "owner/name"

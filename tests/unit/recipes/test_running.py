@@ -13,8 +13,8 @@ import transformers
 import descant
 from descant.core.records import Proposal
 from descant.core.rows import index_rows
-from descant.decoding.guidance.model_wrapper import ModelWrapper
-from descant.decoding.processors import LogitsProcessor
+from descant.decoding.guidance import ModelWrapper
+from descant.decoding.processors.base import LogitsProcessor
 from descant.decoding.strategies.sampling import Sampling
 from descant.engine.session import Finished, Request, Session
 from descant.errors import ConfigError, InputError, MissingRequirements, RecipeError, UnsupportedModel

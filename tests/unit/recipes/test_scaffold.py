@@ -11,8 +11,7 @@ import torch
 
 import descant
 from descant.errors import InputError
-from descant.recipes.kinds import RECIPE_KINDS
-from descant.recipes.recipe_files import RecipeFiles
+from descant.recipes.recipe_files import RECIPE_KINDS, RecipeFiles
 from descant.recipes.scaffold import new_recipe, template_files
 from tools.docs import doc_blocks
 
@@ -80,6 +79,14 @@ def test_a_bad_name_makes_nothing(tmp_path, name):
 @pytest.mark.parametrize("name", ["a", "A1", "my-method", "my_method", "v1.5", "x" * 96])
 def test_a_good_name_makes_a_folder(tmp_path, name):
     assert new_recipe(name, "processor", tmp_path).is_dir()
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path):
+    left = tmp_path / f".fine.{'0' * 32}.descant-part"
+    left.mkdir()
+    (left / "torn").write_text("x")
+    new_recipe("fine", "strategy", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["fine"]
 
 
 def test_a_bad_kind_makes_nothing(tmp_path):

@@ -32,9 +32,8 @@ from descant.errors import (
     UnsupportedModel,
     UntrustedRecipe,
 )
-from descant.models import loading
-from descant.recipes.importing import PACKAGE_PREFIX
-from descant.recipes.loading import inspect_recipe, load_recipe, trust_recipe
+from descant.models.loading import loading
+from descant.recipes.loading import PACKAGE_PREFIX, inspect_recipe, load_recipe, trust_recipe
 from descant.recipes.lock import Lock
 from descant.testing import check_recipe
 from tests.support.wordpiece import tokenizer
@@ -230,7 +229,7 @@ LINES: dict[str, Line] = {
     "chat": lambda model, ref: ["chat", model, "--recipe", ref],
     "check": lambda _, ref: ["recipe", "check", ref],
 }
-SOURCES = (bait.folder, bait.transformers_layout, bait.hub, bait.linked_file, bait.renamed, bait.auto_map,
+SOURCES = (bait.folder, bait.transformers_layout, bait.hub, bait.linked_file, bait.renamed,
            bait.changed_folder, bait.changed_branch)  # fmt: skip
 
 
@@ -247,7 +246,7 @@ def test_no_command_runs_it_without_trust(
     assert not world.canary.exists()
 
 
-@pytest.mark.parametrize("source", [bait.linked_file, bait.auto_map, bait.renamed, bait.changed_folder])
+@pytest.mark.parametrize("source", [bait.linked_file, bait.renamed, bait.changed_folder])
 def test_no_command_runs_a_trick_with_trust(source: Source, world: World, tiny: Tiny) -> None:
     line = LINES["generate"](str(tiny("llama").folder), source(world))
     assert command(*line, "--trust-remote-code") != 0

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 import descant
+import descant as made
 from descant import (
     ConfigError,
     Failed,
@@ -25,7 +26,6 @@ from descant import (
 )
 from descant.core.interfaces import ModelTraits
 from descant.core.records import ForwardOutput
-from descant.decoding import processors as made
 from descant.testing import outcomes
 from tests.reference.parity.compare import batch
 from tests.support import pretrained
@@ -222,6 +222,7 @@ REUSED = {
 }
 
 
+@pytest.mark.ci_cases("dry", "mirostat", "thinking")
 @pytest.mark.parametrize("kind", REUSED)
 def test_a_processor_remembers_the_last_call(kind, tiny):
     """An object given to several calls and sessions, also at once, is as new each time."""

@@ -235,6 +235,7 @@ def test_the_draft_models_positions_go_stale(name, drafts):
                 assert best[guess[at]] >= best.max() - 1e-4, f"{guess[at]} after {[*text, *guess[:at]]}"
 
 
+@pytest.mark.ci_cases("5-gemma3", "3-mistral", "9-mistral")
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 @pytest.mark.parametrize("count", [3, 5, 9])
 def test_a_roll_back_past_a_windows_edge(name, count):

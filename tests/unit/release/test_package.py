@@ -33,6 +33,9 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
     assert done.returncode == 0, done.stdout + done.stderr
     [wheel] = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
+        kernels = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*.cpp")}
+        assert kernels
+        assert kernels <= {*archive.namelist()}
         [name] = [one for one in archive.namelist() if one.endswith(".dist-info/METADATA")]
         return Parser().parsestr(archive.read(name).decode())
 
@@ -58,7 +61,7 @@ def test_the_long_description_has_absolute_links_only(metadata: Message) -> None
 
 def test_its_links_lead_to_pages_that_are_built(metadata: Message) -> None:
     pages = [
-        target.removeprefix(URLS["Documentation"]).partition("#")[0]
+        target.removeprefix(f"{URLS['Documentation']}latest/").partition("#")[0]
         for target in targets(rendered(metadata))
         if target.startswith(URLS["Documentation"])
     ]

@@ -17,7 +17,7 @@ from descant.errors import (
     RowError,
     UnsupportedModel,
 )
-from descant.serve.api_errors import ApiError, api_error
+from descant.serve.http.errors import ApiError, api_error
 
 
 def caused(error, cause):

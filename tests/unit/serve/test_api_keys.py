@@ -8,9 +8,8 @@ import hashlib
 import pytest
 
 from descant.errors import ConfigError, InputError
-from descant.serve.api_errors import ApiError
-from descant.serve.api_keys import ApiKey, KeyRing
-from descant.serve.limits import KeyLimits
+from descant.serve.http.errors import ApiError
+from descant.serve.http.keys import ApiKey, KeyLimits, KeyRing
 
 KEY = "correct-horse-battery"
 OTHER = "another-key-of-mine-1"

@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from descant import ConfigError
 from descant.cli.application import build_app
-from descant.serve import assembly
-from descant.serve.assembly import EngineOptions, load_application, start_engine
+from descant.serve import application as assembly
+from descant.serve.application import EngineOptions, load_application, start_engine
 from descant.serve.settings import ServerSettings
 from tests.support import pretrained, tiny_models
 

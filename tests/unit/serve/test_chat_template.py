@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from descant.serve.api_errors import ApiError
-from descant.serve.chat_template import ChatTemplate
-from descant.serve.template_process import RenderLimits, TemplateError, TemplateProcesses
+from descant.serve.http.errors import ApiError
+from descant.serve.model.prompts import ChatTemplate, RenderLimits, TemplateError, TemplateProcesses
 from tests.support import json_tokenizer, pretrained
 
 PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from descant.serve.json_response import JsonResponse, encode_json
+from descant.serve.http.errors import JsonResponse, encode_json
 
 
 @pytest.mark.parametrize("value", [{"a": "é"}, ["\ud800é"], "😀", [1.5, None, True]])

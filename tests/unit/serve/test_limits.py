@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from descant.errors import ConfigError
-from descant.serve.api_errors import ApiError
-from descant.serve.limits import KeyLimits, RateLimiter
+from descant.serve.http.errors import ApiError
+from descant.serve.http.keys import KeyLimits, RateLimiter
 
 
 class Clock:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-import descant.serve.routes.page as page_routes
-from descant.serve.api_errors import ApiError
-from descant.serve.routes.page import show_page, show_page_asset
+import descant.serve.routes.service as page_routes
+from descant.serve.http.errors import ApiError
+from descant.serve.routes.service import show_page, show_page_asset
 
 ASSETS = page_routes._assets()
 SCRIPTS = sorted(name for name in ASSETS if name.endswith(".js"))

@@ -6,21 +6,19 @@ import pytest
 
 from descant import GenerationConfig
 from descant.errors import ConfigError
-from descant.serve.api_errors import ApiError
-from descant.serve.parameters import RequestLimits, RequestParameters
-from descant.serve.schema.chat import ChatBody
-from descant.serve.schema.common import parse_body
-from descant.serve.schema.completion import CompletionBody
+from descant.serve.bodies import ChatBody, CompletionBody, parse_body
+from descant.serve.http.errors import ApiError
+from descant.serve.model.served_model import RequestParameters
 from descant.serve.settings import ServerSettings
 
 MODEL = GenerationConfig(eos_token_id=2)
 
 
-def read(body, prompt_tokens=5, *, implied=None, model=MODEL, max_positions=100, limits=None, **settings):
+def read(body, prompt_tokens=5, *, implied=None, model=MODEL, max_positions=100, limits=(), **settings):
     reader = RequestParameters(ServerSettings(model_name="m", **settings), model, max_positions)
     kind = ChatBody if "messages" in body else CompletionBody
     body = parse_body(kind, {"model": "m", **body})
-    parameters = reader.read(body, implied or {}, is_chat=kind is ChatBody, limits=limits)
+    parameters = reader.read(body, implied or {}, is_chat=kind is ChatBody, **dict(limits))
     return parameters.config(prompt_tokens), parameters.num_choices
 
 
@@ -76,10 +74,10 @@ def test_lengths():
 
 
 def test_a_default_length_fits_the_pool_and_the_key():
-    assert read(chat(), limits=RequestLimits(pool_tokens=96))[0].max_new_tokens == 96 - 5 - 64
-    assert read(chat(n=2), limits=RequestLimits(key_tokens=45))[0].max_new_tokens == 20
-    assert read(chat(), limits=RequestLimits(pool_tokens=8))[0].max_new_tokens == 1
-    assert read(chat(max_tokens=90), limits=RequestLimits(pool_tokens=8))[0].max_new_tokens == 90
+    assert read(chat(), limits={"pool_tokens": 96})[0].max_new_tokens == 96 - 5 - 64
+    assert read(chat(n=2), limits={"key_tokens": 45})[0].max_new_tokens == 20
+    assert read(chat(), limits={"pool_tokens": 8})[0].max_new_tokens == 1
+    assert read(chat(max_tokens=90), limits={"pool_tokens": 8})[0].max_new_tokens == 90
 
 
 def test_names_of_vllm():

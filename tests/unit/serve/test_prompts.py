@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from descant.serve.api_errors import ApiError
-from descant.serve.prompts import PromptEncoder, PromptRoom
+from descant.serve.http.errors import ApiError
+from descant.serve.model.prompts import PromptEncoder, PromptRoom
 from tests.support import json_tokenizer
 
 

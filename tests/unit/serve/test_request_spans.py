@@ -18,13 +18,11 @@ from opentelemetry.trace import SpanKind, StatusCode
 from starlette.datastructures import State
 
 from descant.errors import ConfigError, MissingExtra
-from descant.serve import request_spans
-from descant.serve.access_log import AccessLog
-from descant.serve.api_errors import ApiError
-from descant.serve.exchange import Exchange
-from descant.serve.gateway import Gateway
-from descant.serve.metrics import ServerMetrics
-from descant.serve.request_spans import RequestSpans, check_endpoint
+from descant.serve.application import Gateway
+from descant.serve.http import telemetry as request_spans
+from descant.serve.http.errors import ApiError
+from descant.serve.http.request import RequestState
+from descant.serve.http.telemetry import AccessLog, RequestSpans, ServerMetrics, check_endpoint
 from descant.serve.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
@@ -42,16 +40,16 @@ def spans(exporter: InMemorySpanExporter) -> RequestSpans:
     return RequestSpans(SimpleSpanProcessor(exporter), "small")
 
 
-def finished_exchange() -> Exchange:
-    exchange = Exchange(status=200, model_name="alias", num_prompt_tokens=7, num_new_tokens=5)
-    exchange.finish_reasons += ["stop", "length"]
-    exchange.first_output_at = exchange.began + 0.25
-    return exchange
+def finished_exchange() -> RequestState:
+    state = RequestState(status=200, model_name="alias", num_prompt_tokens=7, num_new_tokens=5)
+    state.finish_reasons += ["stop", "length"]
+    state.first_output_at = state.began + 0.25
+    return state
 
 
 def test_a_span_says_what_a_request_used(spans, exporter):
-    exchange = finished_exchange()
-    spans.record(CHAT, exchange, [(b"authorization", b"Bearer secret-key")], 1.5)
+    state = finished_exchange()
+    spans.record(CHAT, state, [(b"authorization", b"Bearer secret-key")], 1.5)
     [span] = exporter.get_finished_spans()
     assert (span.name, span.kind, span.parent) == (f"POST {CHAT}", SpanKind.SERVER, None)
     assert dict(span.attributes) == {
@@ -66,7 +64,7 @@ def test_a_span_says_what_a_request_used(spans, exporter):
         "gen_ai.usage.output_tokens": 5,
         "gen_ai.response.finish_reasons": ("stop", "length"),
         "gen_ai.response.time_to_first_chunk": pytest.approx(0.25),
-        "descant.request.id": exchange.id,
+        "descant.request.id": state.id,
     }
     assert span.end_time - span.start_time == 1_500_000_000
     assert abs(span.end_time - time.time_ns()) < 60 * 10**9
@@ -102,17 +100,17 @@ def test_other_paths_have_no_span(spans, exporter, path):
 
 
 @pytest.mark.parametrize(
-    ("exchange", "kind", "code"),
+    ("state", "kind", "code"),
     [
-        (Exchange(status=401, error_code="invalid_api_key"), "invalid_api_key", StatusCode.UNSET),
-        (Exchange(status=200, is_disconnected=True), "disconnected", StatusCode.UNSET),
-        (Exchange(status=500, error_code="internal_error"), "internal_error", StatusCode.ERROR),
-        (Exchange(status=200, failure=ValueError("a prompt")), "ValueError", StatusCode.ERROR),
-        (Exchange(status=415), "415", StatusCode.UNSET),
+        (RequestState(status=401, error_code="invalid_api_key"), "invalid_api_key", StatusCode.UNSET),
+        (RequestState(status=200, is_disconnected=True), "disconnected", StatusCode.UNSET),
+        (RequestState(status=500, error_code="internal_error"), "internal_error", StatusCode.ERROR),
+        (RequestState(status=200, failure=ValueError("a prompt")), "ValueError", StatusCode.ERROR),
+        (RequestState(status=415), "415", StatusCode.UNSET),
     ],
 )
-def test_an_error_has_a_name_and_no_message(spans, exporter, exchange, kind, code):
-    spans.record(CHAT, exchange, [], 0.1)
+def test_an_error_has_a_name_and_no_message(spans, exporter, state, kind, code):
+    spans.record(CHAT, state, [], 0.1)
     [span] = exporter.get_finished_spans()
     assert (span.attributes["error.type"], span.status.status_code) == (kind, code)
     assert "a prompt" not in span.to_json()
@@ -142,7 +140,7 @@ def pass_request(spans: RequestSpans | None, method: str, app) -> None:
 
 
 async def answer(scope, receive, send) -> None:
-    Exchange.of(scope).num_prompt_tokens = 3
+    RequestState.of(scope).num_prompt_tokens = 3
     await send({"type": "http.response.start", "status": 200, "headers": []})
 
 

@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(descant.serve.__file__).parent
 DISTRIBUTIONS = packages_distributions()
 OWN_EXTRAS = {
-    "audio.py": "audio",
     "ray_app.py": "ray",
-    "request_spans.py": "otel",
+    "telemetry.py": "otel",
+    "transcriptions.py": "audio",
 }  # of files that are imported where they are needed
 
 
@@ -33,6 +33,7 @@ def imported_packages(path: Path) -> set[frozenset[str]]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
             modules.add(node.module.split(".")[0])
     modules -= {"descant", *sys.stdlib_module_names}
+    modules = {"pydantic" if one == "pydantic_core" else one for one in modules}  # which pydantic pins
     return {frozenset(map(normal, DISTRIBUTIONS.get(module, [module]))) for module in modules}
 
 

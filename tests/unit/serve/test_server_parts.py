@@ -9,13 +9,14 @@ import pytest
 
 from descant import Tracer
 from descant.errors import ConfigError
-from descant.serve.access_log import AccessLog
-from descant.serve.api_errors import ApiError
-from descant.serve.api_keys import ApiKey
-from descant.serve.exchange import Exchange
-from descant.serve.routes.openapi import openapi_document
+from descant.serve.application import ROUTES
+from descant.serve.http.errors import ApiError
+from descant.serve.http.keys import ApiKey
+from descant.serve.http.request import RequestState
+from descant.serve.http.telemetry import AccessLog
+from descant.serve.model.served_model import TraceStore
+from descant.serve.routes.service import openapi_document
 from descant.serve.settings import ServerSettings
-from descant.serve.trace_store import TraceStore
 
 ALICE, BOB = ApiKey("alice", b"1"), ApiKey("bob", b"2")
 
@@ -45,14 +46,14 @@ def test_traces_are_off_by_default():
 def test_the_log_has_one_line_for_a_request():
     stream = io.StringIO()
     log = AccessLog(stream)
-    exchange = Exchange(key=ALICE, status=200, num_prompt_tokens=3, num_new_tokens=4)
-    exchange.finish_reasons.append("stop")
-    log.write("POST", "/v1/completions", exchange, 0.5)
-    log.write("GET", "/health", Exchange(status=200), 0.1)
+    state = RequestState(key=ALICE, status=200, num_prompt_tokens=3, num_new_tokens=4)
+    state.finish_reasons.append("stop")
+    log.write("POST", "/v1/completions", state, 0.5)
+    log.write("GET", "/health", RequestState(status=200), 0.1)
     try:
         raise ValueError("a prompt in a message")
     except ValueError as error:
-        log.write("POST", "/x", Exchange(status=500, failure=error, error_code="internal_error"), 0.1)
+        log.write("POST", "/x", RequestState(status=500, failure=error, error_code="internal_error"), 0.1)
     first, second = map(json.loads, stream.getvalue().splitlines())
     assert (first["key"], first["prompt_tokens"], first["output_tokens"]) == ("alice", 3, 4)
     assert (second["failure"], second["error"]) == ("ValueError", "internal_error")
@@ -75,7 +76,18 @@ def test_settings_are_checked(settings):
 
 
 def test_the_document_names_every_parameter():
-    document = openapi_document()
+    document = openapi_document(ROUTES)
     fields = document["components"]["schemas"]["CompletionBody"]["properties"]
     assert {"prompt", "num_beams", "penalty_alpha", "grammar", "trace"} <= set(fields)
     assert json.dumps(document)
+
+
+def test_the_document_is_that_of_the_routes():
+    document = openapi_document(ROUTES)
+    posts = {path for path, methods in document["paths"].items() if "post" in methods}
+    assert posts == {route.path for route in ROUTES if route.body is not None}
+    assert {"/v1/models", "/health", "/ready", "/metrics"} == set(document["paths"]) - posts
+    form = document["paths"]["/v1/audio/transcriptions"]["post"]["requestBody"]["content"]
+    assert form == {"multipart/form-data": {"schema": {"$ref": "#/components/schemas/TranscriptionForm"}}}
+    fields = document["components"]["schemas"]["TranscriptionForm"]["properties"]
+    assert {"file", "model", "language", "timestamp_granularities[]", "num_beams"} <= set(fields)

@@ -7,8 +7,8 @@ import json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, parse_tool_calls
-from descant.serve.tool_stream import ToolCallStream, tool_call_json
+from descant.decoding.grammars.json_schema import CALL_BEGIN, CALL_END, parse_tool_calls
+from descant.serve.routes.chat import ToolCallStream, tool_call_json
 
 CALL = CALL_BEGIN + json.dumps({"name": "f", "arguments": {"x": 1}}) + CALL_END
 PIECES = st.sampled_from(

@@ -1,14 +1,16 @@
-"""The cases that CI runs of a wide test have every value among them."""
+"""What CI leaves out; the cases that it runs of a wide test have every value among them."""
 
 from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.support.ci_cases import CI_CASES
-from tests.support.ci_slices import cover, fewer_models, first
+from tests.support.ci_slices import cover, fewer_models, first, mark
+
+TESTS = Path(__file__).parents[2]
 
 
 def test_every_value_is_covered_by_few_cases() -> None:
@@ -29,18 +31,53 @@ def test_the_first_run_and_the_rest_are_slow() -> None:
     assert [one.marks[0].name for one in numbers[2:]] == ["slow"] * 2
 
 
-def test_the_listed_cases_exist(request: pytest.FixtureRequest) -> None:
+class Item(SimpleNamespace):
+    """A collected test with as much of pytest's interface as the slicer reads."""
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((each for each in self.marks if each.name == name), None)
+
+    def add_marker(self, decorator: pytest.MarkDecorator) -> None:
+        self.marks.append(decorator.mark)
+
+
+def items(file: str, names: list[str], *marks: pytest.MarkDecorator) -> list[Item]:
+    found = []
+    for name in names:
+        parameters = SimpleNamespace(params={"name": name})
+        node = f"{file}::test_it[{name}]"
+        found.append(
+            Item(
+                nodeid=node,
+                path=TESTS / file,
+                callspec=parameters,
+                marks=[each.mark for each in marks],
+                fixturenames=["tiny"],
+            )
+        )
+    return found
+
+
+def test_what_ci_leaves_out_is_marked_slow() -> None:
+    listed = items("unit/test_a.py", ["x", "y", "z"], pytest.mark.ci_cases("x", "z"))
+    weekly = items("unit/bench/test_b.py", ["x"])
+    wide = items("contracts/test_c.py", [str(n) for n in range(9)])
+    for item in wide:
+        item.callspec.params["name"] = int(item.callspec.params["name"]) // 3
+    mark([*listed, *weekly, *wide], TESTS, whole=True)
+    slow = [item.get_closest_marker("slow") is not None for item in [*listed, *weekly]]
+    assert slow == [False, True, False, True]
+    run = [item for item in wide if item.get_closest_marker("slow") is None]
+    assert sorted(item.callspec.params["name"] for item in run) == [0, 1, 2]
+
+
+def test_a_listed_case_that_does_not_exist_is_refused() -> None:
     """A case that is renamed must not leave CI unnoticed."""
-    tests = Path(__file__).parents[2]
-    for name in CI_CASES:
-        file, _, function = name.partition("::")
-        assert f"def {function}(" in (tests / file).read_text(encoding="utf-8"), name
-    options = request.config.option
-    if options.keyword or options.markexpr != "not slow" or request.config.args != ["tests"]:
-        return  # part of the tests: the others are not there
-    run = {item.nodeid for item in request.session.items}
-    listed = {f"tests/{name}[{case}]" for name, cases in CI_CASES.items() for case in cases}
-    assert not listed - run
+    listed = items("unit/test_a.py", ["x", "y"], pytest.mark.ci_cases("x", "w"))
+    with pytest.raises(pytest.UsageError, match=r"unit/test_a.py::test_it .*: \['w'\]"):
+        mark(listed, TESTS, whole=True)
+    mark(listed[:1], TESTS, whole=False)
+    assert listed[0].get_closest_marker("slow") is None
 
 
 def test_a_test_takes_some_of_the_models_and_another_test_others() -> None:

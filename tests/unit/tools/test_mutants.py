@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import random
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -67,8 +68,8 @@ def test_a_module_without_functions_has_no_mutant(tmp_path):
 
 
 def test_random_mutants_differ_and_survivors_are_found_again(tmp_path):
-    first = list(mutants.draw("trace", random.Random(1), 5))
-    assert first == list(mutants.draw("trace", random.Random(1), 5))
+    first = list(mutants.draw("trace", random.Random(2), 5))
+    assert first == list(mutants.draw("trace", random.Random(2), 5))
     assert len({mutant.source for mutant in first}) == 5
     verdicts = ["killed", "survived", "undecided", "killed", "invalid"]
     results = tmp_path / "results.jsonl"
@@ -77,7 +78,20 @@ def test_random_mutants_differ_and_survivors_are_found_again(tmp_path):
         for mutant, verdict in zip(first, verdicts, strict=True)
     ]
     results.write_text("\n".join(map(json.dumps, records)))
-    assert list(mutants.read_survivors(results)) == [first[1], first[2], first[4]]
+    assert list(mutants.read_mutants(results)) == [first[1], first[2], first[4]]
+
+
+def test_a_frozen_list_holds_patches_that_apply(tmp_path):
+    first, frozen = list(mutants.draw("core", random.Random(2), 4)), tmp_path / "frozen.jsonl"
+    mutants.freeze(iter(first), frozen)
+    assert list(mutants.read_mutants(frozen)) == first
+    for line, mutant in zip(frozen.read_text().splitlines(), first, strict=True):
+        copied = tmp_path / mutant.module.relative_to(mutants.ROOT)
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_text(mutant.module.read_text())
+        patch = json.loads(line)["patch"]
+        subprocess.run(["git", "apply", "-"], input=patch, text=True, cwd=tmp_path, check=True)
+        assert copied.read_text() == mutant.source
 
 
 def test_a_mutant_is_installed_in_a_loaded_module(tmp_path, monkeypatch):
@@ -111,17 +125,17 @@ def test_recorded_tests_of_the_function_run_first_then_those_of_the_module(tmp_p
         "like": "tests/unit/kv_cache/test_block_pool.py",
         "another room's": "tests/contracts/test_marks.py",
     }
-    written = "kv_cache/block_pool.py:allocate"
+    written = "kv_cache/blocks/block_pool.py:allocate"
     records = [
         {"test": f"{names['slow']}::test", "seconds": 3, "calls": [written]},
         {"test": f"{names['quick']}::test", "seconds": 1, "calls": [written]},
-        {"test": f"{names['elsewhere']}::test", "seconds": 0, "calls": ["kv_cache/dense.py:allocate"]},
+        {"test": f"{names['elsewhere']}::test", "seconds": 0, "calls": ["kv_cache/stores/dense.py:allocate"]},
         {"test": f"{names['shared']}::test", "seconds": 2, "calls": [], "fixtures": [written]},
     ]
     calls = tmp_path / "calls.jsonl"
     calls.write_text("\n".join(map(json.dumps, records)))
     tests = mutants.TestMap([fake_test(name) for name in names.values()], calls)
-    mutant = mutants.Mutant(mutants.SOURCE / "kv_cache" / "block_pool.py", 9, "allocate", "", "")
+    mutant = mutants.Mutant(mutants.SOURCE / "kv_cache" / "blocks" / "block_pool.py", 9, "allocate", "", "")
     found = [item.nodeid.removesuffix("::test") for item in tests.tests(mutant)]
     assert found == [names[one] for one in ("quick", "shared", "slow", "like", "unrecorded")]
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from descant.decoding.processors.pipeline import DEFAULT_ORDER, LOGITS_WARPERS
+from descant.decoding.pipeline import DEFAULT_ORDER, LOGITS_WARPERS
 from tools.docs import pictures
 from tools.docs.doc_blocks import ROOT
 

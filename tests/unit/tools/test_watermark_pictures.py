@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from descant.decoding.watermark.spans import split_spans
+from descant.decoding.watermark.report import split_spans
 from tools.docs import watermark_pictures
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import descant
 from descant import GenerationConfig, Request, Session, Trace, Tracer
 from descant.core.records import Hypothesis
-from descant.trace.record_buffer import RecordBuffer
 from descant.trace.records import RequestRecord, ResultRecord, ReturnedSequence, to_json_line
+from descant.trace.tracer import RecordBuffer
 from tests.contracts.configs import tokenizer
 
 IDS = torch.tensor([[5, 9, 11, 4], [7, 3, 3, 8]])

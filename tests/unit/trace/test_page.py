@@ -15,8 +15,7 @@ from importlib.resources import files
 import pytest
 
 from descant.trace.pictures import page as module
-from descant.trace.pictures.page import MAX_PAGE_BYTES, render_page
-from descant.trace.pictures.page_data import build_page_data
+from descant.trace.pictures.page import MAX_PAGE_BYTES, build_page_data, render_page
 from descant.trace.records import (
     CandidateRecord,
     ChoiceRecord,

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from descant.trace.pictures.page_data import DetailLevel, build_page_data
+from descant.trace.pictures.page import DetailLevel, build_page_data
 from descant.trace.records import (
     CandidateRecord,
     ChoiceRecord,
@@ -21,8 +21,8 @@ from descant.trace.records import (
     TokenTexts,
     TraceHeader,
 )
-from descant.trace.token_text import token_pieces
 from descant.trace.trace import Trace
+from descant.trace.trace_data import token_pieces
 from tests.unit.trace.invented import END, invented
 
 SIZES = [

@@ -182,6 +182,7 @@ def test_errors_name_what_is_wrong(lines, says):
         Trace(read_records(lines))
 
 
+@settings(deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_whatever_is_done_to_a_trace_it_is_a_trace_or_a_trace_error(chance):
     text = "\n".join(SOUND)

@@ -31,6 +31,7 @@ def test_a_method_replays_to_what_it_returned_and_is_not_disturbed(tiny, method)
     check(tracer.trace, found)
 
 
+@pytest.mark.ci_cases("t5")
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_all_methods_in_one_table_come_late_fail_and_are_cancelled(tiny, name, tmp_path):
     model, given = tiny(name).model, methods.mixed(tiny(name))

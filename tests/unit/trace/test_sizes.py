@@ -7,8 +7,7 @@ import time
 import pytest
 
 from descant.errors import TraceError
-from descant.trace.pictures.selection import PICTURES
-from descant.trace.pictures.text_stats import MAX_DRAWN_TOKENS
+from descant.trace.pictures.text import MAX_DRAWN_TOKENS
 from descant.trace.records import (
     RequestRecord,
     ResultRecord,
@@ -21,6 +20,7 @@ from descant.trace.records import (
     TraceRecord,
 )
 from descant.trace.trace import Trace
+from descant.trace.trace_data import PICTURES
 
 PLENTY = 20.0  # CPU seconds; what was quadratic took minutes
 
@@ -70,6 +70,7 @@ def long_drafts(count: int) -> Trace:
 SHAPES = [chain, taken_back, returned_often, many_leaves, long_drafts]
 
 
+@pytest.mark.ci_cases("taken_back", "long_drafts")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_twenty_thousand_nodes(shape) -> None:
     trace = shape(20_000)

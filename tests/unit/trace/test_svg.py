@@ -17,8 +17,8 @@ import descant
 from descant import InputError
 from descant.tokenization.display import escape_invisible, join_pieces
 from descant.trace.records import RequestRecord, ResultRecord, ReturnedSequence
-from descant.trace.token_text import token_pieces
 from descant.trace.trace import Trace
+from descant.trace.trace_data import token_pieces
 from tests.e2e.browser import hostile
 from tests.unit.trace import fakes
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from descant import InputError
 from descant.tokenization.display import escape_invisible, join_pieces
-from descant.trace.pictures.terminal_cells import cell_width, clip_pieces, fit_text, split_lines, wrap_pieces
-from descant.trace.pictures.terminal_processors import horizontal_bar
+from descant.trace.pictures.cells import cell_width, clip_pieces, fit_text, split_lines, wrap_pieces
+from descant.trace.pictures.terminal import horizontal_bar
 from descant.trace.trace import Trace
 from tests.unit.trace import fakes
 from tests.unit.trace.test_svg import all_hostile

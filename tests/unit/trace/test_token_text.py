@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from descant.tokenization.display import escape_invisible, join_pieces
 from descant.trace.records import TokenTexts, TraceHeader
-from descant.trace.token_text import text_pieces, token_pieces
 from descant.trace.trace import Trace
+from descant.trace.trace_data import text_pieces, token_pieces
 
 ANY = st.text(st.characters(codec=None, categories=None), max_size=30)  # surrogates too
 

@@ -8,8 +8,8 @@ from importlib.resources import files
 
 import pytest
 
-from descant.trace.pictures.selection import PICTURES
-from descant.trace.pictures.text_stats import SHADE_LEVELS
+from descant.trace.pictures.text import SHADE_LEVELS
+from descant.trace.trace_data import PICTURES
 
 VIEWS = ("text", "processors", "speculation", "beside")
 SCRIPTS = ("token.js", *(f"{name}.js" for name in VIEWS))

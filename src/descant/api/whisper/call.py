@@ -3,51 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from descant.api.call import CallOptions, merge_configs
-from descant.api.whisper.alignment import TimestampAligner
-from descant.api.whisper.decoder import GenerateFn, WindowDecoder
-from descant.api.whisper.fallback import TemperatureFallback, derive_seed
-from descant.api.whisper.options import WHISPER_ARGUMENTS, WhisperOptions, parse_options
-from descant.api.whisper.output import build_transcript
-from descant.api.whisper.prompt import PromptHistory, init_tokens
-from descant.api.whisper.segments import TimestampScale
-from descant.api.whisper.windows import Audio, LongFormTranscriber
+from descant.api.whisper.fallback import TemperatureFallback, WindowDecoder, derive_seed
+from descant.api.whisper.options import (
+    WHISPER_ARGUMENTS,
+    PromptHistory,
+    WhisperOptions,
+    init_tokens,
+    parse_options,
+)
+from descant.api.whisper.windows import (
+    Audio,
+    LongFormTranscriber,
+    TimestampAligner,
+    TimestampScale,
+    build_transcript,
+)
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.engine.planner import pad_token_id
+from descant.engine.planning.planner import pad_token_id
 from descant.errors import ConfigError, InputError
+from descant.models.audio.whisper import WhisperAdapter
 from descant.models.model_output import GenerateOutput
-from descant.models.whisper import WhisperAdapter
-
-__all__ = ["TranscribeCall", "transcribe"]
 
 _MODEL_INPUTS = ("input_features", "attention_mask", "encoder_outputs", "decoder_input_ids")
 
 
-@dataclass(frozen=True)
-class TranscribeCall:
-    """The arguments of a call of generate()."""
-
-    inputs: Any
-    generation_config: Any
-    processors: Sequence[Any]
-    criteria: Sequence[Any]
-    tokenizer: Any
-    has_streamer: bool
-    kwargs: Mapping[str, Any] = field(default_factory=dict)  # config fields, Whisper options, model inputs
-
-
-def transcribe(whisper: WhisperAdapter, run: GenerateFn, call: TranscribeCall) -> Tensor | GenerateOutput:
+def transcribe(whisper: WhisperAdapter, call: CallOptions) -> Tensor | GenerateOutput:
     """Transcribe a batch of audios: tokens [B, L], with segments or an output object if requested."""
-    fields = {name: value for name, value in call.kwargs.items() if name in FIELDS}
-    given = {name: value for name, value in call.kwargs.items() if name in WHISPER_ARGUMENTS}
+    given = {name: value for name, value in call.others.items() if name in WHISPER_ARGUMENTS}
     inputs = _model_inputs(whisper, call)
-    temperatures, fields = _split_temperatures(fields)
+    temperatures, fields = _split_temperatures(call.fields)
     # Old checkpoints force the language and task tokens; these become part of the prompt instead.
     configs = merge_configs(whisper.model, call.generation_config, {**fields, "forced_decoder_ids": None})
     if temperatures is None:
@@ -57,8 +48,14 @@ def transcribe(whisper: WhisperAdapter, run: GenerateFn, call: TranscribeCall) -
     configs = [_with_timestamps(config, num_frames > whisper.window_frames) for config in configs]
     _validate_call(call, configs, options, temperatures)
     config = configs[0]
-    call_options = CallOptions(configs, call.processors, call.criteria, call.tokenizer)
-    decoder = WindowDecoder(run, call_options, pad_token_id(config))
+    call = CallOptions(
+        configs=configs,
+        logits_processor=call.processors,
+        stopping_criteria=call.criteria,
+        tokenizer=call.tokenizer,
+        streamer=call.streamer,
+    )
+    decoder = WindowDecoder(whisper.model, call, pad_token_id(config))
     audios = _make_audios(whisper, inputs, configs, batch, num_frames)
 
     def detect(tokens: Sequence[int]) -> list[int]:
@@ -75,12 +72,12 @@ def transcribe(whisper: WhisperAdapter, run: GenerateFn, call: TranscribeCall) -
 
 
 # ------------------------------------------------------------------------ arguments
-def _model_inputs(whisper: WhisperAdapter, call: TranscribeCall) -> dict[str, Any]:
+def _model_inputs(whisper: WhisperAdapter, call: CallOptions) -> dict[str, Any]:
     """The validated model inputs of a call."""
     given = {
         name: value
-        for name, value in call.kwargs.items()
-        if value is not None and name not in (*FIELDS, *WHISPER_ARGUMENTS)
+        for name, value in call.others.items()
+        if value is not None and name not in WHISPER_ARGUMENTS
     }
     if call.inputs is not None:
         if given.get("input_features") is not None:
@@ -164,7 +161,7 @@ def _with_timestamps(config: GenerationConfig, is_long: bool) -> GenerationConfi
 
 
 def _validate_call(
-    call: TranscribeCall,
+    call: CallOptions,
     configs: Sequence[GenerationConfig],
     options: WhisperOptions,
     temperatures: Sequence[float],
@@ -175,7 +172,7 @@ def _validate_call(
     if options.no_speech_threshold is not None and config.no_timestamps_token_id is None:
         must = "needs `no_timestamps_token_id`, as the no-speech token is the one before"
         raise ConfigError("no_speech_threshold", must, options.no_speech_threshold)
-    if call.has_streamer and not (single and len(temperatures) == 1):
+    if call.streamer is not None and not (single and len(temperatures) == 1):
         must = "must be None with timestamps or several temperatures, as tokens are then not final"
         do = "leave it out, or set return_timestamps=False and one temperature"
         raise InputError("streamer", must, "one", do)

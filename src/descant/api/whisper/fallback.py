@@ -5,27 +5,63 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from descant.api.whisper.decoder import WindowDecoder
+from descant.api.call import CallOptions
+from descant.api.generate_call import GenerateCall
 from descant.api.whisper.options import WhisperOptions
 from descant.config.generation_config import GenerationConfig
-from descant.core.counter_rng import counter_bits
+from descant.core.context import counter_bits
 from descant.errors import InputError
 from descant.models.model_output import GenerateOutput
 
-__all__ = [
-    "TemperatureFallback",
-    "WindowResult",
-    "WindowTask",
-    "compression_ratio",
-    "derive_seed",
-    "strip_padding",
-]
+
+@dataclass(frozen=True)
+class WindowDecoder:
+    """Continues prompts over encoded windows, with the user's processors and stopping criteria."""
+
+    model: Any
+    options: CallOptions
+    pad_token_id: int
+
+    def decode(
+        self, configs: Sequence[GenerationConfig], states: Tensor, prompts: Sequence[Sequence[int]]
+    ) -> GenerateOutput:
+        """The output of one call, with a config and a prompt for each window [N, positions, size]."""
+        options = replace(self.options, configs=list(configs))
+        return self._generate(options, states, prompts)
+
+    def first_logits(self, states: Tensor, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """The raw logits after each prompt [N, V]."""
+        config = GenerationConfig(
+            max_new_tokens=1, pad_token_id=self.pad_token_id, return_dict_in_generate=True, output_logits=True
+        )
+        logits: Tensor = self._generate(CallOptions(configs=[config]), states, prompts)["logits"][0]
+        return logits
+
+    def _generate(
+        self, options: CallOptions, states: Tensor, prompts: Sequence[Sequence[int]]
+    ) -> GenerateOutput:
+        ids, mask = left_pad(prompts, self.pad_token_id, states.device)
+        inputs = {"encoder_outputs": states, "decoder_input_ids": ids, "decoder_attention_mask": mask}
+        output = GenerateCall(self.model, options).run(inputs)
+        assert not isinstance(output, Tensor)
+        return output
+
+
+def left_pad(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Left-padded prompts and their mask [N, W]."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
 
 
 @dataclass(frozen=True)

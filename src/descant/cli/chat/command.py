@@ -1,21 +1,50 @@
-"""The command `descant chat`."""
+"""The command `descant chat`, and the lines that it reads."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from descant.cli import terminal
-from descant.cli.exit_codes import FAILURE
-from descant.cli.grammar_command import GrammarCommand, read_json
+from descant.cli.command import GrammarCommand, read_json
+from descant.cli.options import option
+from descant.cli.terminal import FAILURE
 from descant.config.grammar_spec import TOOL_CHOICES
-from descant.errors import InputError
+from descant.errors import InputError, MissingExtra
 
-__all__ = ["ChatCommand"]
+
+def is_interactive() -> bool:
+    """Whether a user types: standard input is a terminal, and a prompt can be shown."""
+    return sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
+
+
+def input_lines(*, keeps_history: bool) -> Iterator[str]:
+    """Turns that a user types, or lines of a pipe."""
+    if not is_interactive():
+        for line in sys.stdin:  # noqa: UP028 - delegating would close standard input with the iterator
+            yield line
+        return
+    try:
+        from descant.cli.chat.conversation import history_file
+        from descant.cli.chat.prompt_session import build_session
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "prompt_toolkit":
+            raise
+        raise MissingExtra("cli", "the prompt of `descant chat`") from error
+    path = history_file() if keeps_history else None
+    if keeps_history and path is None:
+        terminal.print_warning("the history file cannot be written: this run keeps its lines to itself")
+    session = build_session(path)
+    while True:
+        try:
+            yield session.prompt()
+        except KeyboardInterrupt:  # between two prompts, where nothing is typed yet
+            continue
+        except EOFError:
+            return
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,25 +55,12 @@ class ChatCommand(GrammarCommand):
     lines after a call are their results, one for each.
     """
 
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system prompt.")] = None
-    tools: Annotated[
-        str | None,
-        typer.Option("--tools", metavar="FILE", help="Functions to call: a JSON list in OpenAI's form."),
-    ] = None
+    system: str | None = option("The system prompt.", metavar="TEXT")
+    tools: str | None = option("Functions to call: a JSON list in OpenAI's form.", metavar="FILE")
 
-    tool_choice: Annotated[
-        str | None,
-        typer.Option(
-            "--tool-choice",
-            metavar="TEXT",
-            help="auto, required (answers to you are calls), or a name.",
-        ),
-    ] = None
+    tool_choice: str | None = option("auto, required (answers to you are calls), or a name.", metavar="TEXT")
 
-    no_history: Annotated[
-        bool,
-        typer.Option("--no-history", metavar="", help="Neither read nor write the file of typed lines."),
-    ] = False
+    no_history: bool = option("Neither read nor write the file of typed lines.", False)
 
     @cached_property
     def tool_list(self) -> Any:
@@ -64,12 +80,8 @@ class ChatCommand(GrammarCommand):
 
     def run(self) -> int:
         """Answer until the input ends."""
-        from descant.api.chat_prompt import ChatPrompt
-        from descant.api.prompt import require_chat_template
-        from descant.cli.chat.chat_commands import ChatCommands
-        from descant.cli.chat.conversation import Conversation, check_values
-        from descant.cli.chat.line_input import input_lines, is_interactive
-        from descant.cli.chat.rescue import rescued
+        from descant.api.chat_prompt import ChatPrompt, require_chat_template
+        from descant.cli.chat.conversation import ChatCommands, Conversation, check_values, rescued
 
         check_values(self.values)
         model, tokenizer = self.load()

@@ -21,9 +21,7 @@ from prompt_toolkit.history import FileHistory, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output.defaults import create_output
 
-from descant.cli.chat.chat_commands import FILE_ARGUMENT, command_of, completions
-
-__all__ = ["build_session"]
+from descant.cli.chat.conversation import FILE_ARGUMENT, command_of, completions
 
 PROMPT: Final = "> "
 CONTINUATION: Final = ". "
@@ -78,7 +76,7 @@ class _PromptKeys:
             self._last_interrupt = now
 
     def hint(self) -> str:
-        """What is shown at an empty prompt."""
+        """The text shown at an empty prompt."""
         return LEAVE_HINT if time.monotonic() - self._last_interrupt < LEAVE_SECONDS else ""
 
 
@@ -89,7 +87,7 @@ class _LineCompleter(Completer):
         self._files = PathCompleter(expanduser=True)
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
-        """What may follow the text before the cursor."""
+        """The completions of the text before the cursor."""
         text = document.text_before_cursor
         command = command_of(text)
         if command is not None and command.argument == FILE_ARGUMENT:

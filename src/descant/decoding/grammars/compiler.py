@@ -9,14 +9,16 @@ from threading import RLock
 from typing import Any, Final
 
 from descant.config.grammar_spec import GrammarSpec
-from descant.decoding.grammars.backend import CompiledGrammar, GrammarBackend, UnsupportedGrammar
+from descant.decoding.grammars.backend import (
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarVocabulary,
+    UnsupportedGrammar,
+)
 from descant.decoding.grammars.llguidance_backend import LLGuidanceBackend
-from descant.decoding.grammars.vocabulary import GrammarVocabulary
 from descant.decoding.grammars.xgrammar_backend import XGrammarBackend
 from descant.errors import ConfigError, DescantError, MissingExtra, printable
 from descant.tokenization.token_bytes import TokenBytes
-
-__all__ = ["GrammarCompiler", "compile_grammar", "compiler_of", "installed_backends"]
 
 MAX_CACHE_BYTES: Final = 128 << 20
 
@@ -47,7 +49,7 @@ class GrammarCompiler:
     def nbytes(self) -> int:
         """The memory of the cached grammars."""
         with self._lock:
-            return sum(one.nbytes for one in self._compiled.values())
+            return sum(grammar.nbytes for grammar in self._compiled.values())
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -71,7 +73,7 @@ class GrammarCompiler:
     def owns(self, grammar: CompiledGrammar, spec: GrammarSpec, prefix: bytes) -> bool:
         """Whether a grammar was compiled here from a spec and a prefix."""
         is_source = grammar.source == (spec.content, prefix)
-        return is_source and any(grammar.backend is one for one in self._backends.values())
+        return is_source and any(grammar.backend is backend for backend in self._backends.values())
 
     def _compile(self, name: str, spec: GrammarSpec, prefix: bytes) -> CompiledGrammar:
         key = (name, spec.content, prefix)

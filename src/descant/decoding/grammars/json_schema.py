@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from descant.config.fields import thaw
+from descant.config.grammar_spec import GrammarSpec
 from descant.decoding.grammars.backend import UnsupportedGrammar
-
-__all__ = ["constants", "integers", "map_subschemas", "prepare_schema", "subschemas", "type_of"]
 
 # Keywords whose value is a schema, a list of schemas, or a mapping to schemas.
 _SCHEMA_KEYS: Final = (
@@ -40,7 +42,7 @@ def prepare_schema(schema: Any) -> Any:
 
 def _exclude_each_other(options: Sequence[Any], root: Mapping[str, Any]) -> bool:
     """Whether no value matches two of the options, as far as it can be seen."""
-    resolved = [_resolve(one, root) for one in options]
+    resolved = [_resolve(option, root) for option in options]
     return all(
         _are_disjoint(first, second)
         for index, first in enumerate(resolved)
@@ -64,13 +66,13 @@ def _are_disjoint(first: Any, second: Any) -> bool:
         return False
     values = constants(first), constants(second)
     if values[0] is not None and values[1] is not None:
-        return not any(_equal(one, two) for one in values[0] for two in values[1])
+        return not any(_equal(value, other) for value in values[0] for other in values[1])
     types = _types(first), _types(second)
     if types[0] and types[1] and not types[0] & types[1]:
         return True
     if not types[0] or not types[1] or types[0] & types[1] != {"object"}:
         return False  # properties say nothing of other values
-    required = [_names(one.get("required")) for one in (first, second)]
+    required = [_names(schema.get("required")) for schema in (first, second)]
     own, other = first.get("properties"), second.get("properties")
     if not isinstance(own, Mapping) or not isinstance(other, Mapping):
         return False
@@ -79,7 +81,7 @@ def _are_disjoint(first: Any, second: Any) -> bool:
 
 def _names(value: Any) -> set[str]:
     """The texts in a list; none if it is no list."""
-    return {one for one in value if isinstance(one, str)} if isinstance(value, list | tuple) else set()
+    return {name for name in value if isinstance(name, str)} if isinstance(value, list | tuple) else set()
 
 
 def constants(schema: Mapping[str, Any]) -> Sequence[Any] | None:
@@ -119,10 +121,10 @@ def map_subschemas(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any
             result[key] = map_subschemas(result[key], change)
     for key in _LIST_KEYS:
         if isinstance(result.get(key), list | tuple):
-            result[key] = [map_subschemas(one, change) for one in result[key]]
+            result[key] = [map_subschemas(part, change) for part in result[key]]
     for key in _MAP_KEYS:
         if isinstance(result.get(key), Mapping):
-            result[key] = {name: map_subschemas(one, change) for name, one in result[key].items()}
+            result[key] = {name: map_subschemas(part, change) for name, part in result[key].items()}
     return change(result)
 
 
@@ -134,11 +136,11 @@ def subschemas(schema: Any) -> Iterator[Mapping[str, Any]]:
     for key in _SCHEMA_KEYS:
         yield from subschemas(schema.get(key))
     for key in _LIST_KEYS:
-        for one in schema[key] if isinstance(schema.get(key), list | tuple) else ():
-            yield from subschemas(one)
+        for part in schema[key] if isinstance(schema.get(key), list | tuple) else ():
+            yield from subschemas(part)
     for key in _MAP_KEYS:
-        for one in schema[key].values() if isinstance(schema.get(key), Mapping) else ():
-            yield from subschemas(one)
+        for part in schema[key].values() if isinstance(schema.get(key), Mapping) else ():
+            yield from subschemas(part)
 
 
 def integers(value: Any) -> Iterator[int]:
@@ -151,3 +153,92 @@ def integers(value: Any) -> Iterator[int]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from integers(part)
+
+
+# The tags of Hermes' format, which the chat templates of SmolLM2, Qwen and others use.
+CALL_BEGIN: Final = "<tool_call>\n"
+CALL_END: Final = "\n</tool_call>"
+_NO_PARAMETERS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class ToolGrammar(NamedTuple):
+    """The calls that a request may make."""
+
+    schemas: tuple[Mapping[str, Any], ...]  # of the JSON between the tags, one for each tool
+    is_required: bool  # exactly one call and no text, else any number of calls in free text
+
+    @classmethod
+    def from_spec(cls, spec: GrammarSpec) -> ToolGrammar:
+        """The grammar of a spec with `tools`."""
+        choice, functions = spec["tool_choice"], [thaw(tool["function"]) for tool in spec["tools"]]
+        if isinstance(choice, Mapping):
+            name = choice["function"]["name"]
+            functions = [function for function in functions if function["name"] == name]
+        return cls(tuple(map(_call_schema, functions)), choice != "auto")
+
+
+class ToolCall(NamedTuple):
+    """A call in generated text."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a call of one function."""
+    parameters = dict(map_subschemas(function.get("parameters") or _NO_PARAMETERS, _moved_reference))
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": parameters},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+    for name in ("$defs", "definitions"):  # references count from the root
+        if name in parameters:
+            schema[name] = parameters.pop(name)
+    return schema
+
+
+def _moved_reference(part: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose reference counts from the root of the call, not of the parameters."""
+    reference = part.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return part
+    if reference.startswith(("#/$defs/", "#/definitions/")):  # these move to the root
+        return part
+    return {**part, "$ref": "#/properties/arguments" + reference[1:]}
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """The text without its calls, and the calls; a call that is cut off or no JSON stays in the text."""
+    calls: list[ToolCall] = []
+    kept: list[str] = []
+    start = 0  # of what is not read yet
+    while (end := text.find(CALL_END, start)) >= 0:
+        # The last tag before it: JSON has no line break in a string, so that no call contains another.
+        begin = text.rfind(CALL_BEGIN, start, end)
+        call = None if begin < 0 else _parse_call(text[begin + len(CALL_BEGIN) : end])
+        after = end + len(CALL_END)
+        kept.append(text[start : after if call is None else begin])
+        calls += [] if call is None else [call]
+        start = after
+    return "".join((*kept, text[start:])).strip(), calls
+
+
+def _finite_number(text: str) -> float:
+    """A number of a call; one that no float holds would become infinite, which is no JSON."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(text)
+    return number
+
+
+def _parse_call(body: str) -> ToolCall | None:
+    try:
+        call = json.loads(body, parse_float=_finite_number, parse_constant=_finite_number)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return None
+    arguments = call.get("arguments", {})
+    return ToolCall(call["name"], arguments) if isinstance(arguments, dict) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -12,13 +11,23 @@ from numpy.typing import NDArray
 
 from descant.config.fields import thaw
 from descant.config.grammar_spec import GrammarSpec
-from descant.decoding.grammars.backend import UnsupportedGrammar, decode_prefix
-from descant.decoding.grammars.json_schema import integers, prepare_schema, subschemas
-from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolGrammar
-from descant.decoding.grammars.vocabulary import GrammarVocabulary
-from descant.errors import MissingExtra, printable
-
-__all__ = ["LLGuidanceBackend"]
+from descant.decoding.grammars.backend import (
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarMatcher,
+    GrammarVocabulary,
+    UnsupportedGrammar,
+    decode_prefix,
+)
+from descant.decoding.grammars.json_schema import (
+    CALL_BEGIN,
+    CALL_END,
+    ToolGrammar,
+    integers,
+    prepare_schema,
+    subschemas,
+)
+from descant.errors import printable
 
 # Python's separators. Free white space invites a model to generate it without end.
 _JSON_OPTIONS: Final = {
@@ -32,25 +41,18 @@ _MAX_INTEGER: Final = 2**53  # it reads numbers as float64
 _EBNF_ARROW: Final = "::="
 
 
-class LLGuidanceBackend:
+class LLGuidanceBackend(GrammarBackend):
     """Grammars run by llguidance."""
 
     name = "llguidance"
 
     def __init__(self, vocabulary: GrammarVocabulary) -> None:
-        try:
-            import llguidance
-        except ImportError:
-            raise MissingExtra("llguidance", "`grammar` with llguidance") from None
-        self._library = llguidance
-        self.mask_width = (vocabulary.size + 31) // 32
-        self.vocabulary = vocabulary
-        self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_TokenizerView(vocabulary)), eos_token=vocabulary.end_token
+        super().__init__(vocabulary)
+        self._tokenizer = self._library.LLTokenizer(
+            self._library.TokenizerWrapper(_TokenizerView(vocabulary)), eos_token=vocabulary.end_token
         )
-        self._executor: Any = None
 
-    def compile(self, spec: GrammarSpec, prefix: bytes = b"") -> _LLGuidanceGrammar:
+    def compile(self, spec: GrammarSpec, prefix: bytes = b"") -> CompiledGrammar:
         """Compile a grammar; its states are made as they are reached."""
         parts = self._grammar_parts(spec)
         if prefix:
@@ -62,9 +64,12 @@ class LLGuidanceBackend:
             raise UnsupportedGrammar(_message(matcher.get_error()))
         if is_empty and not matcher.is_accepting():
             raise UnsupportedGrammar("no text matches it")
-        return _LLGuidanceGrammar(
-            self, matcher, _EMPTY_BYTES + _BYTES_PER_CHARACTER * len(text), (spec.content, prefix)
-        )
+        size = _EMPTY_BYTES + _BYTES_PER_CHARACTER * len(text)
+        return CompiledGrammar(self, matcher, size, (spec.content, prefix))
+
+    def new_matcher(self, compiled: Any) -> _LLGuidanceMatcher:
+        """A copy of the matcher at the beginning."""
+        return _LLGuidanceMatcher(compiled.deep_copy(), self)
 
     def _grammar_parts(self, spec: GrammarSpec) -> list[dict[str, Any]]:
         """The grammar in llguidance's JSON form, the start first."""
@@ -103,11 +108,11 @@ class LLGuidanceBackend:
     def fill_masks(self, matchers: Sequence[Any], masks: NDArray[Any], lines: Sequence[int]) -> None:
         """Fill the masks of all matchers in llguidance's threads."""
         running = []
-        for one, line in zip(matchers, lines, strict=True):
-            if one.matcher.is_stopped():
+        for matcher, line in zip(matchers, lines, strict=True):
+            if matcher.matcher.is_stopped():
                 masks[line] = 0  # the end alone may follow
             else:
-                running.append((one.matcher, line))
+                running.append((matcher.matcher, line))
         if len(running) == 1:
             matcher, line = running[0]
             matcher.unsafe_compute_mask_ptr(masks[line].ctypes.data, masks.shape[1] * 4)
@@ -120,36 +125,14 @@ class LLGuidanceBackend:
         self.vocabulary.clear_unused(masks, lines)
 
 
-@dataclass(frozen=True, eq=False)
-class _LLGuidanceGrammar:
-    """A grammar with a matcher at its beginning, which is copied."""
-
-    backend: LLGuidanceBackend
-    start: Any
-    nbytes: int
-    source: tuple[str, bytes]
-
-    def new_matcher(self) -> _LLGuidanceMatcher:
-        """A copy of the matcher at the beginning."""
-        return _LLGuidanceMatcher(self.start.deep_copy(), self.backend.vocabulary)
-
-
-class _LLGuidanceMatcher:
+class _LLGuidanceMatcher(GrammarMatcher):
     """An `LLMatcher`, which stops by itself where nothing can follow."""
-
-    def __init__(self, matcher: Any, vocabulary: GrammarVocabulary) -> None:
-        self.matcher, self._vocabulary = matcher, vocabulary
 
     def accept(self, tokens: Sequence[int]) -> int:
         """Advance over the tokens that the grammar permits."""
         if self.matcher.is_stopped():
             return 0
-        return int(self.matcher.try_consume_tokens(self._vocabulary.leading_text(tokens)))
-
-    def rollback(self, count: int) -> None:
-        """Take tokens back."""
-        if count:
-            self.matcher.rollback(count)
+        return int(self.matcher.try_consume_tokens(self.backend.vocabulary.leading_text(tokens)))
 
     def failure(self) -> str | None:
         """The bound of llguidance that is exceeded."""
@@ -157,7 +140,7 @@ class _LLGuidanceMatcher:
 
     def copy(self) -> _LLGuidanceMatcher:
         """A deep copy."""
-        return _LLGuidanceMatcher(self.matcher.deep_copy(), self._vocabulary)
+        return _LLGuidanceMatcher(self.matcher.deep_copy(), self.backend)
 
     def is_complete(self) -> bool:
         """Whether the grammar is satisfied."""
@@ -193,9 +176,9 @@ def _json_part(schema: Any) -> dict[str, Any]:
         count = len(part["properties"]) if isinstance(part.get("properties"), Mapping) else 0
         if count > _MAX_PROPERTIES:
             raise UnsupportedGrammar(f"`properties` may have at most {_MAX_PROPERTIES} names, not {count}")
-    for number in integers(schema):
-        if abs(number) > _MAX_INTEGER:
-            raise UnsupportedGrammar(f"the integer {number} is not exact as a floating-point number")
+    for integer in integers(schema):
+        if abs(integer) > _MAX_INTEGER:
+            raise UnsupportedGrammar(f"the integer {integer} is not exact as a floating-point number")
     schema = prepare_schema(schema)
     if isinstance(schema, Mapping):
         return {"json_schema": {**schema, "x-guidance": _JSON_OPTIONS}}

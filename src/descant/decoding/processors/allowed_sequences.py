@@ -21,8 +21,6 @@ from descant.core.interfaces import Array
 from descant.decoding.processors.base import LogitsProcessor, TokenIds, as_id_list, check_number
 from descant.errors import InputError
 
-__all__ = ["AllowedSequences", "AllowedSequencesLogitsProcessor"]
-
 MAX_TOKEN_ID = 2**31 - 1
 
 

@@ -10,23 +10,9 @@ import torch
 from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
-from descant.core.call_batch import BatchPart, CallBatches
-from descant.core.context import Context, PromptInfo
+from descant.core.context import BatchPart, CallBatches, Context, PromptInfo
 from descant.core.interfaces import Processor
 from descant.errors import InputError
-
-__all__ = [
-    "BoundProcessor",
-    "CallableProcessor",
-    "LogitsProcessor",
-    "LogitsProcessorList",
-    "TokenIds",
-    "as_id_list",
-    "as_processor",
-    "check_number",
-    "to_list",
-    "vocab_mask",
-]
 
 TokenIds = int | Sequence[int] | Tensor
 NO_STATE: Mapping[str, float] = {}
@@ -185,3 +171,10 @@ def check_number(name: str, value: Any, low: float, high: float = float("inf"), 
         expected = "an integer" if integer else "a number"
         raise InputError(name, f"must be {expected} between {low} and {high}", value)
     return value
+
+
+def check_positive(name: str, value: Any, do: str = "", high: float = float("inf")) -> float:
+    """Return the value as a float if it is a number above 0 and at most `high`, raise otherwise."""
+    if check_number(name, value, 0.0, high) <= 0:
+        raise InputError(name, "must be > 0", value, do)
+    return float(value)

@@ -10,20 +10,8 @@ from torch import Tensor
 
 from descant.config.generation_config import GenerationConfig
 from descant.core.context import Context, PromptInfo
-from descant.decoding.processors.base import LogitsProcessor, check_number
+from descant.decoding.processors.base import LogitsProcessor, check_number, check_positive
 from descant.errors import InputError
-
-__all__ = [
-    "EpsilonLogitsWarper",
-    "EtaLogitsWarper",
-    "InfNanRemoveLogitsProcessor",
-    "LogitNormalization",
-    "MinPLogitsWarper",
-    "TemperatureLogitsWarper",
-    "TopKLogitsWarper",
-    "TopPLogitsWarper",
-    "TypicalLogitsWarper",
-]
 
 NEG_INF = -torch.inf
 BUCKET_SIZE = 64  # tokens per bucket; only the maximum of a bucket is compared at first
@@ -101,29 +89,32 @@ class TemperatureLogitsWarper(LogitsProcessor):
     config_fields = ("temperature",)
 
     def __init__(self, temperature: float) -> None:
-        if check_number("temperature", temperature, 0.0) <= 0:
-            raise InputError(
-                "temperature", "must be > 0", temperature, "for greedy search use do_sample=False"
-            )
-        self.temperature = float(temperature)
+        self.temperature = check_positive("temperature", temperature, "for greedy search use do_sample=False")
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """Scale the scores."""
         return scores / context.param("temperature")
 
 
-class TopKLogitsWarper(LogitsProcessor):
+class FilteringWarper(LogitsProcessor):
+    """Base class of warpers that mask tokens by `filter_value`, but not the `min_tokens_to_keep` best."""
+
+    filter_value = NEG_INF
+
+    def __init__(self, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1) -> None:
+        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
+        self.filter_value = filter_value
+
+
+class TopKLogitsWarper(FilteringWarper):
     """Keeps the `top_k` highest scores of a row, and those that tie with the last of them."""
 
     config_fields = ("top_k",)
-    filter_value = NEG_INF
 
     def __init__(self, top_k: int, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1) -> None:
         check_number("top_k", top_k, 1, integer=True)
-        check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
+        super().__init__(filter_value, min_tokens_to_keep)
         self.top_k = max(top_k, min_tokens_to_keep)
-        self.min_tokens_to_keep = min_tokens_to_keep
-        self.filter_value = filter_value
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """Mask the scores below the row's k-th highest."""
@@ -137,20 +128,17 @@ class TopKLogitsWarper(LogitsProcessor):
         return scatter_candidates(scores, *candidates)
 
 
-class TopPLogitsWarper(LogitsProcessor):
+class TopPLogitsWarper(FilteringWarper):
     """Keeps the smallest set of most likely tokens whose mass reaches `top_p` (Holtzman et al. 2020).
 
     Among equal scores, lower token ids are dropped first.
     """
 
-    filter_value = NEG_INF
-
     def __init__(self, top_p: float, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1) -> None:
         self.top_p = float(check_number("top_p", top_p, 0.0, 1.0))
         # Computed in float64 on the host; float32 on the device would round it.
         self.tail_mass = 1.0 - self.top_p
-        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
-        self.filter_value = filter_value
+        super().__init__(filter_value, min_tokens_to_keep)
 
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:  # noqa: ARG003
@@ -194,16 +182,14 @@ def _tail_mask(context: Context, scores: Tensor) -> Tensor:
     return drop
 
 
-class MinPLogitsWarper(LogitsProcessor):
+class MinPLogitsWarper(FilteringWarper):
     """Keeps tokens at least `min_p` times as likely as the most likely one (Nguyen et al. 2024)."""
 
     config_fields = ("min_p",)
-    filter_value = NEG_INF
 
     def __init__(self, min_p: float, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1) -> None:
         self.min_p = float(check_number("min_p", min_p, 0.0, 1.0))
-        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
-        self.filter_value = filter_value
+        super().__init__(filter_value, min_tokens_to_keep)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """Mask the tokens below the scaled maximum."""
@@ -222,19 +208,17 @@ def _min_keep_mask(context: Context, scores: Tensor) -> Tensor:
     return above | (tied & (tied.cumsum(1) <= num_tied))
 
 
-class TypicalLogitsWarper(LogitsProcessor):
+class TypicalLogitsWarper(FilteringWarper):
     """Keeps the smallest set of locally typical tokens with a mass of `mass` (Meister et al. 2022).
 
     Tokens are ordered by the distance of their information -log p from the entropy; ties with the last stay.
     """
 
     config_fields = ("typical_p",)
-    filter_value = NEG_INF
 
     def __init__(self, mass: float = 0.9, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1) -> None:
         self.typical_p = _check_fraction("mass", mass)
-        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
-        self.filter_value = filter_value
+        super().__init__(filter_value, min_tokens_to_keep)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """Mask the tokens whose information is too far from the entropy."""
@@ -248,16 +232,14 @@ class TypicalLogitsWarper(LogitsProcessor):
         return scores.masked_fill(drop.scatter(1, order, drop), self.filter_value)
 
 
-class EpsilonLogitsWarper(LogitsProcessor):
+class EpsilonLogitsWarper(FilteringWarper):
     """Keeps tokens with a probability of at least `epsilon` (Hewitt et al. 2022)."""
 
     config_fields = ("epsilon_cutoff",)
-    filter_value = NEG_INF
 
     def __init__(self, epsilon: float, filter_value: float = NEG_INF, min_tokens_to_keep: int = 1) -> None:
         self.epsilon_cutoff = _check_fraction("epsilon", epsilon)
-        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
-        self.filter_value = filter_value
+        super().__init__(filter_value, min_tokens_to_keep)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """Mask the less likely tokens."""
@@ -265,14 +247,13 @@ class EpsilonLogitsWarper(LogitsProcessor):
         return scores.masked_fill(drop & (scores < min_keep_threshold(context, scores)), self.filter_value)
 
 
-class EtaLogitsWarper(LogitsProcessor):
+class EtaLogitsWarper(FilteringWarper):
     """Keeps tokens above a probability threshold that falls as the entropy grows (Hewitt et al. 2022).
 
     The threshold is `min(epsilon, sqrt(epsilon) * exp(-entropy))`.
     """
 
     config_fields = ("eta_cutoff",)
-    filter_value = NEG_INF
 
     def __init__(
         self,
@@ -282,8 +263,7 @@ class EtaLogitsWarper(LogitsProcessor):
         device: str = "cpu",  # noqa: ARG002
     ) -> None:
         self.eta_cutoff = _check_fraction("epsilon", epsilon)
-        self.min_tokens_to_keep = check_number("min_tokens_to_keep", min_tokens_to_keep, 1, integer=True)
-        self.filter_value = filter_value
+        super().__init__(filter_value, min_tokens_to_keep)
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """Mask the less likely tokens."""

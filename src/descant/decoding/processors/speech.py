@@ -12,8 +12,6 @@ from descant.core.context import Context, PromptInfo
 from descant.decoding.processors.base import LogitsProcessor, as_id_list, check_number
 from descant.errors import InputError
 
-__all__ = ["AlternatingCodebooksLogitsProcessor", "WhisperTimeStampLogitsProcessor"]
-
 
 class WhisperTimeStampLogitsProcessor(LogitsProcessor):
     """Enforces Whisper's timestamp rules (Radford et al. 2022): paired, non-decreasing, one at the start.

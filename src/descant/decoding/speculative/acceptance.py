@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import median
@@ -14,8 +13,6 @@ from torch import Tensor
 
 from descant.core.interfaces import Array
 from descant.core.records import Speculation
-
-__all__ = ["DRAFT_SCHEDULES", "AcceptanceStats", "DraftLengthController"]
 
 # How the number of drafts changes: "constant" keeps it; "heuristic" raises it when all drafts were accepted
 # and lowers it otherwise, continuing from the last request; "heuristic_transient" does so from the start of
@@ -50,12 +47,12 @@ class AcceptanceStats:
     def take(self, parents: Tensor) -> Self:
         """The statistics of the new rows."""
         index = parents.numpy()
-        return type(self)(*(array[index] for array in self._arrays()))
+        return type(self)(*(array[index] for array in vars(self).values()))
 
     def cat(self, other: Self) -> Self:
         """These rows followed by another table's rows."""
         width = max(self.num_drafted.shape[1], other.num_drafted.shape[1])
-        pairs = zip(self._pad_to(width)._arrays(), other._pad_to(width)._arrays(), strict=True)
+        pairs = zip(*(vars(part._pad_to(width)).values() for part in (self, other)), strict=True)
         return type(self)(*(np.concatenate(pair) for pair in pairs))
 
     def after_step(self, draft_row: Array, num_drafted: Array, num_accepted: Array) -> AcceptanceStats:
@@ -109,17 +106,6 @@ class AcceptanceStats:
             tuple(array[row, :last].tolist()) for array in (self.num_drafted, self.num_accepted)
         )
         return Speculation(drafted, accepted, int(self.forwards[row]))
-
-    def _arrays(self) -> Sequence[Array]:
-        return (
-            self.draft_row,
-            self.forwards,
-            self.num_drafted,
-            self.num_accepted,
-            self.draft_length,
-            self.accept_weight,
-            self.reject_weight,
-        )
 
     def _pad_to(self, width: int) -> Self:
         missing = width - self.num_drafted.shape[1]

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from descant.core.context import row_params
-from descant.core.interfaces import Model, ModelTraits, NoiseSource, RowCache
-from descant.core.records import DraftContext, Proposal
+from descant.core.interfaces import DraftContext, Model, ModelTraits, NoiseSource, RowCache
+from descant.core.records import Proposal
 from descant.core.rows import Rows, index_rows, stable_row_order
-from descant.decoding.speculative.draft_loop import DraftLoop, limit_to_positions
+from descant.decoding.speculative.draft_model import DraftLoop, limit_to_positions, padded_drafts
 from descant.decoding.speculative.token_alignment import (
     AlignedRow,
     ByteTokenizer,
@@ -30,9 +30,7 @@ from descant.decoding.speculative.token_alignment import (
     shared_tokens,
 )
 from descant.errors import InputError, UnsupportedModel
-from descant.kv_cache.row_subset import row_subset
-
-__all__ = ["RetokenizingDrafter", "SharedVocabDrafter", "check_draft_model", "check_shared_vocab"]
+from descant.kv_cache.row_views import row_subset
 
 
 def check_draft_model(traits: ModelTraits) -> None:
@@ -47,17 +45,6 @@ def check_draft_model(traits: ModelTraits) -> None:
             "a draft model with another input beside every token must have the target's tokenizer: remove "
             "`assistant_tokenizer`"
         )
-
-
-def check_shared_vocab(tokenizer: Any, assistant_tokenizer: Any) -> None:
-    """Raise for tokenizers without common tokens."""
-    if not shared_tokens(ByteTokenizer(tokenizer), ByteTokenizer(assistant_tokenizer)):
-        raise _no_shared_tokens_error(assistant_tokenizer)
-
-
-def _no_shared_tokens_error(tokenizer: Any) -> InputError:
-    must = "must have tokens in common with `tokenizer`"
-    return InputError("assistant_tokenizer", must, tokenizer, "use another draft model")
 
 
 @dataclass
@@ -161,10 +148,8 @@ class _CrossTokenizerDrafter:
     def _read_new_tokens(self, rows: Rows, row_indices: Sequence[int]) -> list[int]:
         """Read the new tokens of these rows; returns how many leading ids of each are unchanged."""
         aligned = [self._draft_rows[row].aligned_row for row in row_indices]
-        lengths, num_known = (
-            rows.length[row_indices].tolist(),
-            [len(aligned_row.target_ids) for aligned_row in aligned],
-        )
+        lengths = rows.length[row_indices].tolist()
+        num_known = [len(aligned_row.target_ids) for aligned_row in aligned]
         starts = [
             max(0, min(known_length, length) - self._draft_rows[row].lookbehind.target)
             for row, known_length, length in zip(row_indices, num_known, lengths, strict=True)
@@ -344,14 +329,7 @@ class RetokenizingDrafter(_CrossTokenizerDrafter):
                 self._draft_rows, assistant_drafts, max_drafts.tolist(), strict=True
             )
         ]
-        num_drafts = torch.tensor([len(tokens_of_row) for tokens_of_row in target_drafts], dtype=torch.long)
-        width = int(num_drafts.max()) if len(num_drafts) else 0
-        if not width:
-            return Proposal()
-        drafts = torch.tensor(
-            [tokens_of_row + [0] * (width - len(tokens_of_row)) for tokens_of_row in target_drafts]
-        )
-        return Proposal(None, drafts.to(rows.tokens.device), num_drafts)
+        return padded_drafts(target_drafts, rows.tokens.device)
 
     def _to_target_tokens(self, draft_row: _DraftRow, drafts: Sequence[int]) -> list[int]:
         """The target tokens for the assistant's drafts, up to one outside the target model's vocabulary."""
@@ -384,7 +362,8 @@ class SharedVocabDrafter(_CrossTokenizerDrafter):
             if assistant_id < model.traits.vocab_size and target_id < vocabulary
         ]
         if not shared:
-            raise _no_shared_tokens_error(assistant_tokenizer)
+            must = "must have tokens in common with `tokenizer`"
+            raise InputError("assistant_tokenizer", must, assistant_tokenizer, "use another draft model")
         self._shared_assistant_ids, self._shared_target_ids = (
             torch.tensor(shared).to(model.device).T.contiguous()
         )

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from descant.tokenization.token_bytes import TokenBytes
 
-__all__ = ["AlignedRow", "ByteTokenizer", "LookbehindWindows", "TokenTranslator", "shared_tokens"]
-
 _MIN_COMMON_RUN = 2  # consecutive equal tokens needed to splice two encodings
 
 
 class LookbehindWindows(NamedTuple):
-    """How many tokens back a grown text is encoded again, per tokenizer."""
+    """The number of last tokens of a grown text that are encoded again, per tokenizer."""
 
     target: int = 10
     assistant: int = 10
@@ -109,13 +107,7 @@ class AlignedRow:
 
     def fork(self) -> AlignedRow:
         """An independent copy."""
-        return AlignedRow(
-            list(self.target_ids),
-            list(self.assistant_ids),
-            self.target_segment_start,
-            self.assistant_segment_start,
-            self.is_complete,
-        )
+        return replace(self, target_ids=list(self.target_ids), assistant_ids=list(self.assistant_ids))
 
 
 class TokenTranslator:
@@ -124,10 +116,8 @@ class TokenTranslator:
     def __init__(self, target: ByteTokenizer, assistant: ByteTokenizer) -> None:
         self.target, self.assistant = target, assistant
         self._special_to_assistant = _matching_special_ids(target, assistant)
-        for target_id, assistant_id in (
-            (target.bos_token_id, assistant.bos_token_id),
-            (target.eos_token_id, assistant.eos_token_id),
-        ):
+        for name in ("bos_token_id", "eos_token_id"):
+            target_id, assistant_id = getattr(target, name), getattr(assistant, name)
             if target_id is not None and assistant_id is not None:
                 self._special_to_assistant.setdefault(target_id, assistant_id)
         self._special_to_target = _matching_special_ids(assistant, target)
@@ -167,10 +157,7 @@ class TokenTranslator:
         row.target_ids.append(token)
         if assistant_id is not None:
             row.assistant_ids.append(assistant_id)
-        row.target_segment_start, row.assistant_segment_start = (
-            len(row.target_ids),
-            len(row.assistant_ids),
-        )
+        row.target_segment_start, row.assistant_segment_start = len(row.target_ids), len(row.assistant_ids)
         row.is_complete = True
 
     def _append_text(self, row: AlignedRow, tokens: Sequence[int], windows: LookbehindWindows) -> int:
@@ -208,11 +195,8 @@ class TokenTranslator:
         decoded = self.assistant.decode_bytes(ids)
         if not (is_complete and decoded.endswith(text)):
             return None
-        token_bytes, index_by_byte, byte_position = (
-            self.assistant.token_bytes,
-            dict[int, int](),
-            len(text) - len(decoded),
-        )
+        token_bytes, index_by_byte = self.assistant.token_bytes, dict[int, int]()
+        byte_position = len(text) - len(decoded)
         for index, token in enumerate(ids):
             index_by_byte[byte_position] = index
             byte_position += len(token_bytes[token])
@@ -325,7 +309,7 @@ def _matching_special_ids(source: ByteTokenizer, target: ByteTokenizer) -> dict[
 
 
 def _num_continuation_bytes(text: bytes) -> int:
-    """How many leading bytes belong to a character that began before."""
+    """The number of leading bytes that belong to a character that began before."""
     return next((index for index, byte in enumerate(text[:3]) if not 0x80 <= byte < 0xC0), min(len(text), 3))
 
 
@@ -358,16 +342,13 @@ def _make_encoder(tokenizer: Any) -> Callable[[str], list[int]]:
 
 def _prompt_prefix_ids(tokenizer: Any) -> list[int]:
     """The tokens that a tokenizer adds before a prompt."""
-    if callable(tokenizer):
-        bare, full = (
-            tokenizer("a", add_special_tokens=add_special_tokens)["input_ids"]
-            for add_special_tokens in (False, True)
+    bare, full = (
+        list(
+            tokenizer("a", add_special_tokens=special)["input_ids"]
+            if callable(tokenizer)
+            else tokenizer.encode("a", add_special_tokens=special).ids
         )
-    else:
-        bare, full = (
-            tokenizer.encode("a", add_special_tokens=add_special_tokens).ids
-            for add_special_tokens in (False, True)
-        )
-    bare, full = list(bare), list(full)
+        for special in (False, True)
+    )
     index = next((index for index in range(len(full)) if full[index : index + len(bare)] == bare), 0)
     return [int(token) for token in full[:index]]

@@ -2,32 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from descant.core.context import row_params
-from descant.core.interfaces import Array, Drafter, NoiseSource, RankGroup, StopCondition, StrategyTraits
-from descant.core.records import (
+from descant.core.interfaces import (
+    Array,
     DraftContext,
-    ForwardOutput,
-    Hypothesis,
-    Proposal,
-    RecordedLines,
-    Selection,
-    Tokens,
+    NoiseSource,
+    RankGroup,
+    StopCondition,
+    StrategyDefaults,
+    StrategyTraits,
 )
+from descant.core.records import ForwardOutput, Hypothesis, Proposal, RecordedLines, Selection, Tokens
 from descant.core.rows import Rows, index_rows
-from descant.decoding.strategies.hidden_state_bank import HiddenStateBank, last_hidden_states
+from descant.errors import UnsupportedModel
 
-__all__ = ["ContrastiveSearch", "LowMemoryContrastiveSearch"]
 
-NO_DRAFTS = Proposal()
+class HiddenStateBank:
+    """The hidden states of all positions of each request, as unit vectors [M, C, D]."""
+
+    def __init__(self) -> None:
+        self._bank: Tensor | None = None  # [M, C, D]
+        self._lengths = np.zeros(0, dtype=np.int64)  # [M]
+        self._requests = np.zeros(0, dtype=np.int64)  # [M]
+
+    def add(self, request: int, states: Tensor) -> None:
+        """Add a request with its states [T, D]."""
+        unit = torch.nn.functional.normalize(states.float(), dim=-1)
+        size = len(unit)
+        if self._bank is None or not len(self._requests):
+            self._bank = unit.new_zeros(1, size + 64, unit.shape[1])
+        else:
+            self._bank = torch.cat((self._bank, torch.zeros_like(self._bank[:1])))
+        self._requests = np.append(self._requests, request)
+        self._lengths = np.append(self._lengths, size)
+        self._ensure_capacity(size)
+        self._bank[-1, :size] = unit
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the states of now: later ones are written behind them."""
+        return partial(self._restore, self._bank, self._lengths.copy(), self._requests)
+
+    def _restore(self, bank: Tensor | None, lengths: Array, requests: Array) -> None:
+        self._bank, self._lengths, self._requests = bank, lengths, requests
+
+    def remove(self, request: int) -> None:
+        """Remove a request."""
+        keep = self._requests != request
+        if self._bank is None or keep.all():
+            return
+        self._requests, self._lengths = self._requests[keep], self._lengths[keep]
+        self._bank = index_rows(self._bank, torch.from_numpy(np.flatnonzero(keep))) if keep.any() else None
+
+    def max_similarity(self, requests: Array, states: Tensor) -> Tensor:
+        """The largest cosine similarity of each unit vector [B, k, D] with its request's states [B, k]."""
+        indices, bank = self._bank_indices(requests), self._bank
+        assert bank is not None
+        if len(indices) != len(self._requests) or (indices != np.arange(len(indices))).any():
+            bank = index_rows(bank, torch.from_numpy(indices))
+        lengths = self._lengths[indices]
+        bank = bank[:, : int(lengths.max())]
+        similarity = torch.bmm(states, bank.transpose(1, 2))
+        is_stored = torch.arange(bank.shape[1]) < torch.from_numpy(lengths)[:, None]
+        return similarity.masked_fill(~is_stored.to(similarity.device)[:, None], -torch.inf).amax(-1)
+
+    def append(self, requests: Array, states: Tensor) -> None:
+        """Append one position to each request [B, D]."""
+        if not len(requests):
+            return
+        indices = self._bank_indices(requests)
+        self._ensure_capacity(int(self._lengths[indices].max()) + 1)
+        assert self._bank is not None
+        positions = torch.from_numpy(np.stack((indices, self._lengths[indices]))).to(self._bank.device)
+        self._bank[positions[0], positions[1]] = states
+        self._lengths[indices] += 1
+
+    def _bank_indices(self, requests: Array) -> Array:
+        order = np.argsort(self._requests)
+        return np.asarray(order[np.searchsorted(self._requests, requests, sorter=order)])
+
+    def _ensure_capacity(self, size: int) -> None:
+        assert self._bank is not None
+        capacity = self._bank.shape[1]
+        if capacity < size:
+            new_capacity = max(size + 64, capacity + capacity // 2)
+            self._bank = torch.nn.functional.pad(self._bank, (0, 0, 0, new_capacity - capacity))
+
+
+def last_hidden_states(output: ForwardOutput, rows: int) -> list[Tensor]:
+    """The last layer's states at each row's fed positions, drafts included [T, D]."""
+    names = ("hidden_states", "decoder_hidden_states")
+    by_row: dict[int, Tensor] = {}
+    for states in output.states:
+        layers: Any = next((states[name] for name in names if states.get(name) is not None), None)
+        if layers is None:
+            raise UnsupportedModel(
+                "contrastive search needs hidden states, but the model does not return them"
+            )
+        last_layer, fed_lengths = layers[-1], states["fed_length"].tolist()
+        for position, row in enumerate(states["rows"].tolist()):
+            by_row[row] = last_layer[position, : fed_lengths[position]]
+    index: Sequence[int] = range(rows) if output.row_index is None else output.row_index.tolist()
+    return [by_row[row] for row in index]
 
 
 class _ChosenRows(NamedTuple):
@@ -39,7 +123,45 @@ class _ChosenRows(NamedTuple):
     has_no_candidates: Array  # [B] whether no token can follow the row
 
 
-class ContrastiveSearch:
+class _HiddenStateSearch(StrategyDefaults):
+    """The hidden states and finished sequences that both kinds of contrastive search keep by request."""
+
+    required_states = ("hidden_states",)
+
+    def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:  # noqa: ARG002
+        self._stop = stop
+        self._rank_group = rank_group
+        self._hidden_states = HiddenStateBank()
+        self._done: dict[int, Hypothesis] = {}
+
+    def finish(self, request: int) -> list[Hypothesis]:
+        """The request's only sequence."""
+        hypothesis = self._done[request]
+        self.drop(request)
+        return [hypothesis]
+
+    def drop(self, request: int) -> None:
+        """Discard a request."""
+        self._hidden_states.remove(request)
+        self._done.pop(request, None)
+
+    def checkpoint(self) -> Callable[[], None]:
+        """A function that restores the hidden states and sequences of now."""
+        restore_states, done = self._hidden_states.checkpoint(), dict(self._done)
+
+        def restore() -> None:
+            restore_states()
+            self._done = done
+
+        return restore
+
+    def finished_so_far(self, request: int) -> list[Hypothesis]:
+        """Empty: the only sequence finishes with its request."""
+        del request
+        return []
+
+
+class ContrastiveSearch(_HiddenStateSearch):
     """`top_k` rows per request that differ in their last token (Su et al. 2022, arXiv 2202.06417).
 
     The last token is a candidate: it is fed, and the row with the best `(1 - alpha) * p - alpha * s` stays,
@@ -48,10 +170,6 @@ class ContrastiveSearch:
     """
 
     traits = StrategyTraits(forks=True, needs_prompt_states=True, feeds_rejected_tokens=True)
-    needs_log_probs = False
-    drafter: Drafter | None = None
-    has_groups = False
-    required_states = ("hidden_states",)
     columns: Mapping[str, Tensor] = {
         "candidate_prob": torch.zeros(1),  # the probability of the row's last token
         "candidate_token": torch.full((1,), -1),  # that token, on the host
@@ -59,16 +177,9 @@ class ContrastiveSearch:
         "finish_reason_index": torch.full((1,), -1),
     }
 
-    def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:  # noqa: ARG002
-        self._stop = stop
-        self._rank_group = rank_group
-        self._hidden_states = HiddenStateBank()
+    def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:
+        super().__init__(noise, stop, rank_group)
         self._finish_reasons: list[str] = []
-        self._done: dict[int, Hypothesis] = {}
-
-    def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
-        """No drafts: candidates are rows."""
-        return NO_DRAFTS
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:  # noqa: ARG002
         """Choose the best candidate of each request and fork it into its continuations."""
@@ -103,29 +214,6 @@ class ContrastiveSearch:
             finished_sequences=finished,
         )
 
-    def finish(self, request: int) -> list[Hypothesis]:
-        """The request's only sequence."""
-        self._hidden_states.remove(request)
-        return [self._done.pop(request)]
-
-    def drop(self, request: int) -> None:
-        """Discard a request."""
-        self._hidden_states.remove(request)
-        self._done.pop(request, None)
-
-    def checkpoint(self) -> Callable[[], None]:
-        """A function that restores the hidden states and sequences of now."""
-        return partial(self._restore, self._hidden_states.checkpoint(), dict(self._done))
-
-    def _restore(self, restore_states: Callable[[], None], done: dict[int, Hypothesis]) -> None:
-        restore_states()
-        self._done = done
-
-    def finished_so_far(self, request: int) -> list[Hypothesis]:
-        """Empty: the only sequence finishes with its request."""
-        del request
-        return []
-
     def _choose_candidates(
         self, rows: Rows, row_groups: Array, fresh: Array, last_hidden: Tensor, scores: Tensor
     ) -> _ChosenRows:
@@ -147,21 +235,18 @@ class ContrastiveSearch:
         # Only the chosen rows need candidates.
         width = min(int(top_k.max()), scores.shape[1])
         probs, tokens = scores[row].softmax(-1).topk(width)
-        # One device-to-host copy per step: probabilities are bit-cast to integers.
-        bits = probs.contiguous().view(torch.int32).long()
-        packed = torch.cat((best[:, None], tokens, bits), 1)
-        packed = (packed if self._rank_group is None else self._rank_group.broadcast(packed)).cpu()
-        chosen_rows = row_groups[np.arange(len(row_groups)), packed[:, 0].numpy()]
+        host_probs, packed = self._to_host(probs, torch.cat((best[:, None], tokens), 1))
+        host_best = packed[:, 0]
+        chosen_rows = row_groups[np.arange(len(row_groups)), host_best]
         self._hidden_states.append(
             requests[~fresh],
-            candidate_states[torch.arange(len(candidate_states)), packed[:, 0].to(device)][
+            candidate_states[torch.arange(len(candidate_states)), torch.from_numpy(host_best).to(device)][
                 torch.from_numpy(~fresh).to(device)
             ],
         )
-        host_probs = packed[:, 1 + width :].to(torch.int32).view(torch.float32).numpy()
         next_probs = np.where(np.arange(width) < top_k[:, None], host_probs, 0.0)
         return _ChosenRows(
-            chosen_rows, packed[:, 1 : 1 + width], np.nan_to_num(next_probs), ~(host_probs[:, 0] > 0)
+            chosen_rows, torch.from_numpy(packed[:, 1:]), np.nan_to_num(next_probs), ~(host_probs[:, 0] > 0)
         )
 
     def _fork_candidates(self, rows: Rows, chosen: _ChosenRows, continues: Array) -> Selection:
@@ -216,7 +301,7 @@ class _CandidateRound:
     next_candidates: tuple[list[int], list[float]] = field(default_factory=lambda: ([], []))
 
 
-class LowMemoryContrastiveSearch:
+class LowMemoryContrastiveSearch(_HiddenStateSearch):
     """Contrastive search that scores its candidates one at a time, as drafts of one row per request.
 
     It stores keys and values once and needs `top_k` forwards per token. A row's last token is fed again with
@@ -224,24 +309,16 @@ class LowMemoryContrastiveSearch:
     """
 
     traits = StrategyTraits(max_rewind=1, needs_prompt_states=True, feeds_rejected_tokens=True)
-    needs_log_probs = False
-    drafter: Drafter | None = None
-    has_groups = False
-    required_states = ("hidden_states",)
-    columns: Mapping[str, Tensor] = {}
 
-    def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:  # noqa: ARG002
-        self._stop = stop
-        self._rank_group = rank_group
-        self._hidden_states = HiddenStateBank()
+    def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:
+        super().__init__(noise, stop, rank_group)
         self._rounds: dict[int, _CandidateRound] = {}
-        self._done: dict[int, Hypothesis] = {}
 
     def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
         """The next candidate of every request that has one."""
         rounds = [self._rounds.get(request) for request in rows.request.tolist()]
         if not any(rounds):
-            return NO_DRAFTS
+            return Proposal()
         drafts = [[current.tokens[current.index] if current else 0] for current in rounds]
         num_drafts = torch.tensor([int(current is not None) for current in rounds])
         return Proposal(None, torch.tensor(drafts).to(rows.tokens.device), num_drafts)
@@ -260,16 +337,13 @@ class LowMemoryContrastiveSearch:
         scores = output.logits[torch.arange(len(rows), device=unit.device), logit_index]
         width = min(int(row_params(rows)["top_k"].max()), scores.shape[1])
         probs, tokens = scores.softmax(-1).topk(width)
-        bits = torch.cat((similarity[:, None], probs), 1).contiguous().view(torch.int32).long()
-        packed = torch.cat((bits, tokens), 1)
-        packed = (packed if self._rank_group is None else self._rank_group.broadcast(packed)).cpu()
-        values = packed[:, : 1 + width].to(torch.int32).view(torch.float32).numpy()
+        values, host_tokens = self._to_host(torch.cat((similarity[:, None], probs), 1), tokens)
         ready, failed = [], []
         for row, request in enumerate(requests):
             count = int(row_params(rows)["top_k"][row])
             valid = [rank for rank in range(min(count, width)) if values[row, 1 + rank] > 0]
             candidates = (
-                [int(packed[row, 1 + width + rank]) for rank in valid],
+                [int(host_tokens[row, rank]) for rank in valid],
                 [float(values[row, 1 + rank]) for rank in valid],
             )
             if fresh[row]:
@@ -285,36 +359,21 @@ class LowMemoryContrastiveSearch:
             recorded_lines=RecordedLines(recorded_rows, torch.zeros_like(recorded_rows))
         )
 
-    def finish(self, request: int) -> list[Hypothesis]:
-        """The request's only sequence."""
-        hypothesis = self._done.pop(request)
-        self.drop(request)
-        return [hypothesis]
-
     def drop(self, request: int) -> None:
         """Discard a request."""
-        self._hidden_states.remove(request)
+        super().drop(request)
         self._rounds.pop(request, None)
-        self._done.pop(request, None)
 
     def checkpoint(self) -> Callable[[], None]:
         """A function that restores the hidden states, candidates and sequences of now."""
+        restore_done = super().checkpoint()
         rounds = {request: replace(current) for request, current in self._rounds.items()}
-        return partial(self._restore, self._hidden_states.checkpoint(), rounds, dict(self._done))
 
-    def _restore(
-        self,
-        restore_states: Callable[[], None],
-        rounds: dict[int, _CandidateRound],
-        done: dict[int, Hypothesis],
-    ) -> None:
-        restore_states()
-        self._rounds, self._done = rounds, done
+        def restore() -> None:
+            restore_done()
+            self._rounds = rounds
 
-    def finished_so_far(self, request: int) -> list[Hypothesis]:
-        """Empty: the only sequence finishes with its request."""
-        del request
-        return []
+        return restore
 
     def _score_candidate(
         self,
@@ -329,12 +388,8 @@ class LowMemoryContrastiveSearch:
         alpha = float(row_params(rows)["penalty_alpha"][row])
         score = (1 - alpha) * current.probs[current.index] - alpha * similarity
         if score > current.best_score:
-            current.best_score, current.best_index, current.best_hidden_state, current.next_candidates = (
-                score,
-                current.index,
-                state,
-                candidates,
-            )
+            current.best_score, current.best_index = score, current.index
+            current.best_hidden_state, current.next_candidates = state, candidates
         current.index += 1
         return current.index == len(current.tokens)
 
@@ -363,13 +418,12 @@ class LowMemoryContrastiveSearch:
                 removed.add(row)
             else:
                 self._rounds[request] = _CandidateRound(*current.next_candidates)
-        finished_by_index = {ready.index(row): current for row, current in finished}
         emitted = Tokens(
             rows.request[ready_rows],
             torch.zeros_like(ready_rows),
             tokens[ready_rows],
             ready_rows,
-            finished=finished_by_index,
+            finished={ready.index(row): hypothesis for row, hypothesis in finished},
         )
         kept_rows = torch.tensor([row for row in range(len(rows)) if row not in removed], dtype=torch.long)
         return Selection(

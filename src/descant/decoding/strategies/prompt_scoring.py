@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from descant.core.interfaces import Drafter
-from descant.core.records import (
-    DraftContext,
-    ForwardOutput,
-    Hypothesis,
-    Logprobs,
-    Proposal,
-    Selection,
-)
+from descant.core.interfaces import DraftContext, StrategyDefaults
+from descant.core.records import ForwardOutput, Hypothesis, Logprobs, Proposal, Selection
 from descant.core.rows import Rows
-from descant.core.traits import StrategyTraits
-
-__all__ = ["PromptScoring"]
 
 MAX_DRAFTS = 63  # the logits of a step are [R, MAX_DRAFTS + 1, V]
 
@@ -42,19 +30,12 @@ class _ScoredText:
         return Logprobs(raw, raw, top, top_raw, top_raw)
 
 
-class PromptScoring:
+class PromptScoring(StrategyDefaults):
     """Feeds the tokens of each request's text, whatever the model finds likely, and records their logits.
 
     The texts are added by request before its admission. Models with a recurrent state may not continue it by
     several tokens at once: with `is_recurrent` only the first part of a text has more than one.
     """
-
-    traits = StrategyTraits()
-    needs_log_probs = False
-    required_states: Sequence[str] = ()
-    drafter: Drafter | None = None
-    has_groups = False
-    columns: Mapping[str, Any] = {}
 
     def __init__(self, *, is_recurrent: bool = False) -> None:
         self._is_recurrent = is_recurrent

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,29 +10,19 @@ import torch
 from torch import Tensor
 
 from descant.core.context import row_params
-from descant.core.interfaces import Array, Drafter, NoiseSource, RankGroup, StopCondition, StrategyTraits
-from descant.core.records import DraftContext, ForwardOutput, Hypothesis, Proposal, Selection, Tokens
-from descant.core.rows import Column, Rows, index_rows
+from descant.core.interfaces import Array, NoiseSource, RankGroup, StopCondition, StrategyDefaults
+from descant.core.records import ForwardOutput, Hypothesis, Proposal, Selection, Tokens
+from descant.core.rows import Rows, index_rows
 
-__all__ = ["Sampling", "finished_requests"]
-
-NO_DRAFTS = Proposal()
 _FEW_CANDIDATES = 8  # at most one token of so many
-_FEW_ROWS = 16  # so many scores are compared in less time by Python than by numpy
+_FEW_ROWS = 16
 
 
-class Sampling:
+class Sampling(StrategyDefaults):
     """Each row takes the most likely token, or a sampled one if its request samples.
 
     A request is prefilled as one row and expanded to `num_sequences` rows at its first token.
     """
-
-    traits = StrategyTraits()
-    needs_log_probs = False
-    required_states: Sequence[str] = ()
-    drafter: Drafter | None = None
-    has_groups = False
-    columns: Mapping[str, Tensor | Column] = {}
 
     def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:
         self._noise = noise
@@ -43,16 +33,14 @@ class Sampling:
         self._greedy_and_sampled: tuple[object, int, Tensor | None] | None = None
         self._expanded_version: object = None  # version of a table whose rows are all expanded
 
-    def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
-        """No drafts."""
-        return NO_DRAFTS
-
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:  # noqa: ARG002
         """Choose one token per row; finished rows are removed."""
         scores = output.logits.select(1, 0)  # [R, V]
-        rows, parents = self._expand_sequences(rows)
-        if parents is not None:
-            scores = index_rows(scores, parents)
+        parents = None
+        if rows.version != self._expanded_version:  # most steps are not the first of a version
+            rows, parents = self._expand_sequences(rows)
+            if parents is not None:
+                scores = index_rows(scores, parents)
         return self.continue_rows(rows, scores, parents)
 
     def continue_rows(self, rows: Rows, scores: Tensor, parents: Tensor | None = None) -> Selection:
@@ -64,7 +52,9 @@ class Sampling:
         emitted = Tokens(rows.request, rows.slot, host, parents)
 
         reasons = self._stop.finish_reasons(rows, None, host)
-        if not reasons and _are_possible(best_scores):
+        # A sum is finite if all are, and NaN or -inf if one is. Python adds few numbers in less time.
+        total = sum(best_scores.tolist()) if len(best_scores) <= _FEW_ROWS else best_scores.sum()
+        if not reasons and total > -np.inf:
             slot = None if parents is None else rows.slot
             return Selection(tokens, parents, slot=slot, emitted=emitted, host_tokens=host)
         failed = sorted(set(rows.request.numpy()[~(best_scores > -np.inf)].tolist()))
@@ -104,7 +94,9 @@ class Sampling:
 
     def checkpoint(self) -> Callable[[], None]:
         """A function that restores the sequences that have finished by now."""
-        done = {request: dict(sequences) for request, sequences in self._done.items()}
+        done: dict[int, dict[int, Hypothesis]] = {}
+        for request, sequences in self._done.items():
+            done[request] = dict(sequences)
         return partial(self._restore, done, self._expanded_version)
 
     def _restore(self, done: dict[int, dict[int, Hypothesis]], expanded_version: object) -> None:
@@ -228,13 +220,6 @@ class Sampling:
             self._done.setdefault(request, {})[slot] = hypothesis
             finished.append((row, hypothesis))
         return finished
-
-
-def _are_possible(scores: Array) -> bool:
-    """Whether every row has a possible token: no score [R] is -inf or NaN."""
-    if len(scores) > _FEW_ROWS:
-        return bool(scores.min() > -np.inf)
-    return all(score > -np.inf for score in scores.tolist())
 
 
 def finished_requests(rows: Rows, removed: Array, failed: Sequence[int]) -> list[int]:

@@ -11,23 +11,21 @@ import torch
 from torch import Tensor
 
 from descant.core.context import row_params
-from descant.core.interfaces import Array, Drafter, NoiseSource, RankGroup, StopCondition, StrategyTraits
-from descant.core.records import (
+from descant.core.interfaces import (
+    Array,
     DraftContext,
-    ForwardOutput,
-    Hypothesis,
-    Proposal,
-    RecordedLines,
-    Selection,
-    Tokens,
+    Drafter,
+    NoiseSource,
+    RankGroup,
+    StopCondition,
+    StrategyTraits,
 )
+from descant.core.records import ForwardOutput, Hypothesis, Proposal, RecordedLines, Selection, Tokens
 from descant.core.rows import Column, Rows, index_rows
 from descant.decoding.speculative.acceptance import DRAFT_SCHEDULES, AcceptanceStats, DraftLengthController
-from descant.decoding.speculative.draft_loop import limit_to_cache
-from descant.decoding.speculative.followed_rows import FollowedRows
+from descant.decoding.speculative.draft_model import limit_to_cache
+from descant.decoding.speculative.lookup import FollowedRows
 from descant.decoding.strategies.sampling import Sampling, finished_requests
-
-__all__ = ["SpeculativeSampling"]
 
 _PREFILL_THRESHOLD = 16  # a row with more pending tokens is in prefill
 _HEURISTIC, _TRANSIENT, _ADAPTIVE = (DRAFT_SCHEDULES.index(name) for name in DRAFT_SCHEDULES[1:])
@@ -110,16 +108,14 @@ class SpeculativeSampling(Sampling):
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:
         """Verify the drafts and append one more token; finished rows are removed."""
-        scores, drafts, probs = output.logits, proposal.drafts, proposal.draft_probs
-        num_drafts = np.broadcast_to(np.asarray(proposal.draft_counts()), len(rows)).copy()
+        scores = output.logits
         rows, parents = self._expand_sequences(rows)
         if parents is not None:
-            num_drafts, scores = num_drafts[parents.numpy()], index_rows(scores, parents)
-            drafts = None if drafts is None else index_rows(drafts, parents)
-            probs = None if probs is None else index_rows(probs, parents)
-        if drafts is None:
-            drafts = rows.tokens.new_zeros(len(rows), 0)
-        verified = self._verify(rows, scores, Proposal(None, drafts, torch.from_numpy(num_drafts), probs))
+            scores, proposal = index_rows(scores, parents), proposal.take(parents)
+        num_drafts = np.broadcast_to(np.asarray(proposal.draft_counts()), len(rows)).copy()
+        drafts = rows.tokens.new_zeros(len(rows), 0) if proposal.drafts is None else proposal.drafts
+        proposal = Proposal(None, drafts, torch.from_numpy(num_drafts), proposal.draft_probs)
+        verified = self._verify(rows, scores, proposal)
         if self._timed_positions:
             self._length_controller.record_forward(
                 self._timed_positions, _clock_seconds(rows) - self._forward_start, scores.shape[1] - 1
@@ -168,12 +164,7 @@ class SpeculativeSampling(Sampling):
         if (trimmed == num_drafts).all():
             return proposal
         self._untried_drafts = proposal
-        width = int(trimmed.max())
-        if not width:
-            return Proposal()
-        assert proposal.drafts is not None
-        probs = None if proposal.draft_probs is None else proposal.draft_probs[:, :width]
-        return Proposal(None, proposal.drafts[:, :width], torch.from_numpy(trimmed), probs)
+        return _shorten_drafts(proposal, trimmed)
 
     def _broadcast_drafts(self, rows: Rows, proposal: Proposal, max_width: int) -> Proposal:
         """The drafts of rank 0, at most `max_width` per row."""
@@ -240,8 +231,8 @@ class SpeculativeSampling(Sampling):
                 parts = [(None, verify_rows(rows, scores, proposal))]
                 break
             if len(index):
-                drafts = _take_drafts(proposal, index)
-                parts.append((index, verify_rows(rows.take(index), index_rows(scores, index), drafts)))
+                own = rows.take(index), index_rows(scores, index), proposal.take(index)
+                parts.append((index, verify_rows(*own)))
         packed = parts[0][1]
         if parts[0][0] is not None:
             packed = packed.new_zeros(len(rows), packed.shape[1])
@@ -360,7 +351,7 @@ class SpeculativeSampling(Sampling):
 
 
 class _KeptLengths(NamedTuple):
-    """How many output tokens each row keeps."""
+    """The number of output tokens that each row keeps."""
 
     num_kept: Array  # [R] number of output tokens kept
     finish_reasons: Sequence[str | None]  # [R] why the row finishes at the last of them; None: it continues
@@ -374,11 +365,17 @@ def _clip_drafts(proposal: Proposal, max_drafts: Array) -> Proposal:
         return proposal
     given = np.broadcast_to(np.asarray(proposal.draft_counts()), len(max_drafts))
     num_drafts = np.minimum(given, max_drafts)
-    width = int(num_drafts.max(initial=0))
-    if width == proposal.width and (num_drafts == given).all():
+    if int(num_drafts.max(initial=0)) == proposal.width and (num_drafts == given).all():
         return proposal
+    return _shorten_drafts(proposal, num_drafts)
+
+
+def _shorten_drafts(proposal: Proposal, num_drafts: Array) -> Proposal:
+    """The first `num_drafts` [R] drafts of each row."""
+    width = int(num_drafts.max(initial=0))
     if not width:
         return Proposal()
+    assert proposal.drafts is not None
     probs = None if proposal.draft_probs is None else proposal.draft_probs[:, :width]
     return Proposal(None, proposal.drafts[:, :width], torch.from_numpy(num_drafts), probs)
 
@@ -393,14 +390,6 @@ def _stats_of(rows: Rows) -> AcceptanceStats:
     stats = rows.columns["acceptance_stats"]
     assert isinstance(stats, AcceptanceStats)
     return stats
-
-
-def _take_drafts(proposal: Proposal, index: Tensor) -> Proposal:
-    """The drafts of the rows `index`."""
-    assert proposal.drafts is not None
-    assert proposal.num_drafts is not None
-    probs = None if proposal.draft_probs is None else index_rows(proposal.draft_probs, index)
-    return Proposal(None, index_rows(proposal.drafts, index), proposal.num_drafts[index], probs)
 
 
 def _verify_greedy(rows: Rows, scores: Tensor, proposal: Proposal) -> Tensor:  # noqa: ARG001

@@ -8,28 +8,295 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from descant.config.watermarking_config import (
+    BaseWatermarkingConfig,
+    GumbelWatermarkingConfig,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 from descant.core.interfaces import Array
-from descant.decoding.watermark.padding import PaddingTokens
-from descant.decoding.watermark.retokenize import Offsets, Retokenization, retokenizations
-from descant.decoding.watermark.scan import ScoreWindow, passage_edges, scan_windows
-from descant.decoding.watermark.scheme_factory import build_schemes, resolve_vocab_size
-from descant.decoding.watermark.schemes import BaseWatermarkingConfig
-from descant.decoding.watermark.schemes.keys import fingerprint, warn_if_public
-from descant.decoding.watermark.scores import TokenScores, WatermarkScheme
-from descant.decoding.watermark.statistics import CORRECTIONS, adjust_p_values, required_tokens
+from descant.decoding.processors.base import LogitsProcessor
+from descant.decoding.watermark.green_list import GreenListScheme, WatermarkLogitsProcessor, config_vocab_size
+from descant.decoding.watermark.gumbel import GumbelScheme, GumbelWatermarkLogitsProcessor
+from descant.decoding.watermark.keys import fingerprint, warn_if_public
+from descant.decoding.watermark.statistics import (
+    CORRECTIONS,
+    PaddingTokens,
+    TokenScores,
+    WatermarkScheme,
+    adjust_p_values,
+    required_tokens,
+)
+from descant.decoding.watermark.synthid import SynthIDScheme, SynthIDTextWatermarkLogitsProcessor
 from descant.errors import InputError
 
-__all__ = ["MARKED", "NOT_MARKED", "TOO_SHORT", "Detection", "Detector"]
+# Imported from here, the settings know their processors: see `processor_factory` below.
+__all__ = ["GumbelWatermarkingConfig", "SynthIDTextWatermarkingConfig", "WatermarkingConfig"]
+
+
+def build_schemes(settings: BaseWatermarkingConfig, vocab_size: int) -> list[WatermarkScheme]:
+    """Return the schemes to test for these settings: one, or one per possible nonce."""
+    if isinstance(settings, WatermarkingConfig):
+        return [GreenListScheme(settings, vocab_size)]
+    if isinstance(settings, SynthIDTextWatermarkingConfig):
+        return [SynthIDScheme(settings)]
+    if isinstance(settings, GumbelWatermarkingConfig):
+        nonces = range(settings.nonces) if settings.nonce is None else [settings.nonce]
+        return [GumbelScheme(settings, nonce) for nonce in nonces]
+    raise InputError("keys", "must be watermark settings", settings)
+
+
+def resolve_vocab_size(vocabulary: Any) -> int:
+    """Return the vocabulary size from a number, a model or its config."""
+    if isinstance(vocabulary, int) and not isinstance(vocabulary, bool):
+        if vocabulary < 1:
+            raise InputError("vocabulary", "must be >= 1", vocabulary)
+        return vocabulary
+    size = config_vocab_size(getattr(vocabulary, "config", vocabulary))
+    if size is None or size < 1:
+        raise InputError("vocabulary", "must be a number, a model or a model's config", vocabulary)
+    return size
+
+
+def make_watermark_processor(
+    settings: BaseWatermarkingConfig, vocab_size: int, device: Any
+) -> LogitsProcessor:
+    """The processor that marks text with these settings."""
+    values = settings.to_dict()
+    if isinstance(settings, WatermarkingConfig):
+        return WatermarkLogitsProcessor(vocab_size, device, **values)
+    if isinstance(settings, SynthIDTextWatermarkingConfig):
+        return SynthIDTextWatermarkLogitsProcessor(**values, device=device)
+    return GumbelWatermarkLogitsProcessor(**values)
+
+
+BaseWatermarkingConfig.processor_factory = make_watermark_processor  # for `construct_processor`
+
+
+_MIN_WINDOW_SIZE: Final = 16  # scored tokens; smaller windows could hardly outweigh the correction
+_STEPS_PER_WINDOW: Final = 2  # windows overlap by half
+
+
+class ScoreWindow(NamedTuple):
+    """A run of scored tokens and its p-value in unmarked text."""
+
+    first: int  # index among the scored tokens
+    stop: int
+    total: float
+    p_value: float
+    num_tests: int  # correction factor for all windows scanned
+
+    @property
+    def corrected_p_value(self) -> float:
+        """The p-value corrected for the windows of this text; values above 1 still rank windows."""
+        return self.p_value * self.num_tests
+
+
+def window_grid(count: int) -> list[tuple[int, Array]]:
+    """Return the window sizes for `count` scored tokens, largest first, with the starts of each size.
+
+    The grid depends only on the number of tokens, never on their scores; otherwise the correction is invalid.
+    """
+    grid = [(count, np.zeros(1, np.int64))]
+    size = 1 << max(count - 1, 0).bit_length() >> 1  # the largest power of two below `count`
+    while size >= _MIN_WINDOW_SIZE:
+        starts = np.arange(0, count - size + 1, size // _STEPS_PER_WINDOW)
+        if starts[-1] != count - size:
+            starts = np.append(starts, count - size)
+        grid.append((size, starts))
+        size //= 2
+    return grid
+
+
+def scan_windows(scheme: WatermarkScheme, values: Array, windows: bool) -> list[ScoreWindow]:
+    """Return the most significant window of each size over the values [N]; the first is the whole text.
+
+    Each size has the same share of the error rate, and each window the same share of its size's. A watermark
+    over the whole text is only corrected for the number of sizes.
+    """
+    count = len(values)
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    grid = window_grid(count) if windows else [(count, np.zeros(1, np.int64))]
+    best_windows = []
+    for size, starts in grid:
+        totals = sums[starts + size] - sums[starts]
+        best = int(np.argmax(totals))  # windows of one size: the largest sum has the smallest p-value
+        first = int(starts[best])
+        # Summed again: differences of cumulative sums lose digits, and a lost tie makes the p-value too
+        # small.
+        total = float(values[first : first + size].sum())
+        p = scheme.p_value(size, total) if size else 1.0
+        best_windows.append(ScoreWindow(first, first + size, total, p, len(starts) * len(grid)))
+    return best_windows
+
+
+def passage_edges(
+    scheme: WatermarkScheme, scores: TokenScores, window: ScoreWindow, earliest: int = 0
+) -> tuple[int, int]:
+    """Estimate where the passage of a window starts (at `earliest` or later) and ends.
+
+    The maximum likelihood edges around the window's middle: tokens count by their distance from the midpoint
+    between the means of unmarked text and of the window. The estimate has no error rate of its own.
+    """
+    positions = np.flatnonzero(scores.mask)
+    values = scores.values[positions]
+    mean = window.total / (window.stop - window.first)
+    cumulative = np.concatenate([[0.0], np.cumsum(values - 0.5 * (scheme.null_mean + mean))])
+    middle = (window.first + window.stop) // 2
+    first = int(np.argmin(cumulative[: middle + 1]))
+    stop = middle + 1 + int(np.argmax(cumulative[middle + 1 :]))
+    # The first tokens of a passage are contexts only, so the passage starts `context_size` tokens earlier.
+    begin = max(earliest, int(positions[first]) - scheme.context_size)
+    return begin, int(positions[stop - 1]) + 1
+
+
+Offsets = tuple[tuple[int, int], ...]
+
+# A marked token adds about 0.15 nats of evidence (green list, default bias), and a second tokenization costs
+# log 2 = 0.69 nats: with fewer new inputs it could not pay off even if it were right.
+_MIN_NEW_NGRAMS: Final = 5
+_WORD: Final = re.compile(r"\S+(?=\s)")
+# Replacements by word processors and web pages, character by character.
+_TYPOGRAPHY: Final = str.maketrans("\u2018\u2019\u201c\u201d\u00a0", "''\"\" ")
+
+
+@dataclass(frozen=True)
+class Retokenization:
+    """A tokenization: `ids`, of which the first `prompt_length` are not scored, after `context`."""
+
+    ids: tuple[int, ...]
+    prompt_length: int = 0
+    context: tuple[int, ...] = ()
+    offsets: Offsets | None = None  # of each token in the text, if the tokenizer provides them
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The tokens before the first scored one."""
+        return self.context + self.ids[: self.prompt_length]
+
+    def last_prefix_ids(self, reach: int) -> tuple[int, ...]:
+        """The last `reach` prefix tokens, or fewer if there are fewer."""
+        return self.prefix_ids[max(0, len(self.prefix_ids) - reach) :]
+
+    def scored_ngrams(self, width: int, reach: int) -> set[tuple[int, ...]]:
+        """The n-grams a scheme scores, with `width` context tokens and `reach` prompt tokens."""
+        run = self.last_prefix_ids(reach) + self.ids[self.prompt_length :]
+        return {run[end - width : end + 1] for end in range(width, len(run))}
+
+
+def tokenize(tokenizer: Any, text: str) -> tuple[tuple[int, ...], Offsets | None]:
+    """Tokenize without special tokens; return the ids, and the character offsets if available."""
+    is_fast = bool(getattr(tokenizer, "is_fast", False))
+    encoding = tokenizer(
+        text, add_special_tokens=False, **({"return_offsets_mapping": True} if is_fast else {})
+    )
+    ids = tuple(int(token) for token in encoding["input_ids"])
+    if not is_fast:
+        return ids, None
+    return ids, tuple((int(begin), int(end)) for begin, end in encoding["offset_mapping"])
+
+
+def retokenizations(
+    tokenizer: Any, text: str, prompt: str | None, scheme: WatermarkScheme
+) -> list[Retokenization]:
+    """Return the tokenizations of a text that are worth their correction, the plain one first.
+
+    Their number depends on the text and the scheme's context size, never on the key.
+    """
+    selected: list[Retokenization] = []
+    known_ngrams: set[tuple[int, ...]] = set()
+    for candidate in _candidates(tokenizer, text, prompt):
+        ngrams = candidate.scored_ngrams(scheme.context_size, scheme.prompt_reach)
+        if not selected or len(ngrams - known_ngrams) >= _MIN_NEW_NGRAMS:
+            selected.append(candidate)
+            known_ngrams |= ngrams
+    return selected
+
+
+def _candidates(tokenizer: Any, text: str, prompt: str | None) -> Iterator[Retokenization]:
+    first = _tokenize_whole(tokenizer, text, prompt)
+    yield first
+    prompt_end = _prompt_end(text, prompt)
+    continuation, prefix = text[prompt_end:], first.prefix_ids
+    if prompt_end:  # the continuation alone, as it was generated
+        yield replace(_tokenize_slice(tokenizer, continuation, prompt_end), context=prefix)
+    if indent := len(continuation) - len(continuation.lstrip()):
+        yield replace(_tokenize_slice(tokenizer, continuation[indent:], prompt_end + indent), context=prefix)
+    elif continuation:
+        yield replace(_tokenize_slice(tokenizer, " " + continuation, prompt_end - 1), context=prefix)
+    for word in itertools.islice(
+        _WORD.finditer(continuation), 2
+    ):  # the text may start in the middle of a word
+        yield _tokenize_slice(tokenizer, continuation[word.end() :], prompt_end + word.end())
+    normalized, positions = _normalize_typography(text)
+    if normalized != text:
+        candidate = _tokenize_whole(
+            tokenizer, normalized, None if prompt is None else _normalize_typography(prompt)[0]
+        )
+        yield _map_offsets(candidate, lambda index: positions[index])
+
+
+def _tokenize_whole(tokenizer: Any, text: str, prompt: str | None) -> Retokenization:
+    """Tokenize the text as it is. A prompt it starts with is not scored; any other prompt becomes context."""
+    ids, offsets = tokenize(tokenizer, text)
+    if not prompt:
+        return Retokenization(ids, offsets=offsets)
+    prompt_end = _prompt_end(text, prompt)
+    if not prompt_end:
+        return Retokenization(ids, context=tokenize(tokenizer, prompt)[0], offsets=offsets)
+    if offsets is None:
+        prompt_ids = tokenize(tokenizer, text[:prompt_end])[0]
+        return Retokenization(
+            prompt_ids + tokenize(tokenizer, text[prompt_end:])[0], prompt_length=len(prompt_ids)
+        )
+    prompt_length = sum(1 for begin, _ in offsets if begin < prompt_end)
+    return Retokenization(ids, prompt_length=prompt_length, offsets=offsets)
+
+
+def _tokenize_slice(tokenizer: Any, piece: str, begin: int) -> Retokenization:
+    """Tokenize a slice of the text that starts at `begin`."""
+    ids, offsets = tokenize(tokenizer, piece)
+    return _map_offsets(Retokenization(ids, offsets=offsets), lambda index: max(0, index + begin))
+
+
+def _map_offsets(tokens: Retokenization, to_original: Callable[[int], int]) -> Retokenization:
+    """Map the offsets of a changed text back to the original text."""
+    if tokens.offsets is None:
+        return tokens
+    return replace(
+        tokens, offsets=tuple((to_original(begin), to_original(end)) for begin, end in tokens.offsets)
+    )
+
+
+def _prompt_end(text: str, prompt: str | None) -> int:
+    """End of the prompt that the text starts with, ignoring surrounding white space; 0 if it does not."""
+    stripped = (prompt or "").strip()
+    begin = len(text) - len(text.lstrip())
+    return begin + len(stripped) if stripped and text.startswith(stripped, begin) else 0
+
+
+def _normalize_typography(text: str) -> tuple[str, list[int]]:
+    """Return the text in plain typography, and the original position of each character and of the end."""
+    positions = [
+        index for index, char in enumerate(text) if not (char == "\r" and text.startswith("\n", index + 1))
+    ]
+    return "".join(text[index] for index in positions).translate(_TYPOGRAPHY), [*positions, len(text)]
+
 
 MARKED: Final = "marked"
 NOT_MARKED: Final = "not marked"
 TOO_SHORT: Final = "too short to tell"
+_JSON_FIELDS: Final = (
+    *("verdict", "scheme", "key", "nonce", "tokens", "scored", "score", "expected", "interval", "z"),
+    *("p_value", "uncorrected", "tests", "alpha", "span", "characters", "needed"),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,28 +335,9 @@ class Detection:
 
     def to_dict(self, tokens: bool = False) -> dict[str, Any]:
         """Return all fields as JSON types (None for non-finite numbers), per-token scores if `tokens`."""
-        fields: dict[str, Any] = {
-            "verdict": self.verdict,
-            "scheme": self.scheme,
-            "key": self.key,
-            "nonce": self.nonce,
-            "tokens": self.tokens,
-            "scored": self.scored,
-            "score": _finite_or_none(self.score),
-            "expected": self.expected,
-            "interval": [_finite_or_none(self.interval[0]), _finite_or_none(self.interval[1])],
-            "z": self.z,
-            "p_value": self.p_value,
-            "uncorrected": self.uncorrected,
-            "tests": self.tests,
-            "alpha": self.alpha,
-            "span": None if self.span is None else list(self.span),
-            "characters": None if self.characters is None else list(self.characters),
-            "needed": self.needed,
-        }
+        fields = {name: _to_json(getattr(self, name)) for name in _JSON_FIELDS}
         if tokens:
-            fields["ids"] = list(self.ids)
-            fields["offsets"] = None if self.offsets is None else [list(pair) for pair in self.offsets]
+            fields |= {"ids": _to_json(self.ids), "offsets": _to_json(self.offsets)}
             fields["evidence"] = [
                 float(value) if scored else None
                 for scored, value in zip(self.evidence.mask, self.evidence.values, strict=True)
@@ -167,7 +415,9 @@ class Detector:
         self.keys = {name: replace(settings) for name, settings in _name_keys(keys).items()}
         for settings in self.keys.values():
             warn_if_public(settings)
-        self._schemes = {name: build_schemes(one, self.vocab_size) for name, one in self.keys.items()}
+        self._schemes = {
+            name: build_schemes(settings, self.vocab_size) for name, settings in self.keys.items()
+        }
 
     def ids(self, ids: Any, *, prompt: int = 0, windows: bool = False) -> Detection:
         """Test one text's token ids [L], of which the first `prompt` are context only."""
@@ -299,14 +549,10 @@ class Detector:
 def _name_keys(
     keys: BaseWatermarkingConfig | Mapping[str, BaseWatermarkingConfig] | Sequence[BaseWatermarkingConfig],
 ) -> dict[str, BaseWatermarkingConfig]:
-    unnamed: list[Any] = (
-        [keys]
-        if isinstance(keys, BaseWatermarkingConfig)
-        else list(keys)
-        if isinstance(keys, Sequence)
-        else []
-    )
+    unnamed: list[Any] = list(keys) if isinstance(keys, Sequence) else []
     named: dict[str, Any] = dict(keys) if isinstance(keys, Mapping) else {}
+    if isinstance(keys, BaseWatermarkingConfig):
+        unnamed, named = [keys], {}
     if not (unnamed or named) or not all(
         isinstance(settings, BaseWatermarkingConfig) for settings in (*unnamed, *named.values())
     ):
@@ -325,18 +571,13 @@ def _name_keys(
 def _to_id_array(ids: Any) -> Array:
     """Convert one text's token ids from a list or a tensor."""
     values = ids.tolist() if hasattr(ids, "tolist") else ids
+    is_sequence = isinstance(values, list | tuple)
     numbers = (
-        [value.item() if hasattr(value, "item") else value for value in values]
-        if _is_sequence(values)
-        else [None]
+        [value.item() if hasattr(value, "item") else value for value in values] if is_sequence else [None]
     )
     if not all(type(value) is int for value in numbers):
         raise InputError("ids", "must be a one-dimensional sequence of token ids", ids)
     return np.asarray(numbers, np.int64)
-
-
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, list | tuple)
 
 
 def _run_test(scheme: WatermarkScheme, tokens: Retokenization, windows: bool) -> _SchemeTest:
@@ -350,12 +591,10 @@ def _score_text(scheme: WatermarkScheme, tokens: Retokenization) -> TokenScores:
     # be scored later.
     prefix = tokens.last_prefix_ids(scheme.prompt_reach)
     run = np.asarray(prefix + tokens.ids[tokens.prompt_length :], np.int64)
-    scored, values = np.zeros(len(tokens.ids), bool), np.zeros(len(tokens.ids))
-    if len(run) > scheme.context_size:
-        result = scheme.score_tokens(run)
-        scored[tokens.prompt_length :] = result.mask[len(prefix) :]
-        values[tokens.prompt_length :] = np.where(result.mask, result.values, 0.0)[len(prefix) :]
-    return TokenScores(scored, values)
+    result = scheme.score_tokens(run)
+    positions = np.flatnonzero(result.mask[len(prefix) :])
+    values = result.values[len(prefix) + positions]
+    return TokenScores.at(tokens.prompt_length + positions, values, len(tokens.ids))
 
 
 def _character_span(span: tuple[int, int] | None, offsets: Offsets | None) -> tuple[int, int] | None:
@@ -364,5 +603,8 @@ def _character_span(span: tuple[int, int] | None, offsets: Offsets | None) -> tu
     return offsets[span[0]][0], offsets[span[1] - 1][1]
 
 
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _to_json(value: Any) -> Any:
+    """Tuples as lists, and numbers that are not finite as None."""
+    if isinstance(value, tuple):
+        return [_to_json(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

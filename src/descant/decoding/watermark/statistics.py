@@ -6,32 +6,73 @@ Tails are computed from logarithms, so that a tail of 1e-300 is as accurate as o
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Final
+from statistics import NormalDist
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
+import torch
 
+from descant.config.watermarking_config import BaseWatermarkingConfig
 from descant.core.interfaces import Array
-from descant.decoding.watermark.scores import WatermarkScheme
 from descant.errors import InputError
 
-__all__ = [
-    "CORRECTIONS",
-    "adjust_p_values",
-    "binomial_tail",
-    "gamma_interval",
-    "gamma_tail",
-    "mean_interval",
-    "proportion_interval",
-    "randomized_p_value",
-    "required_tokens",
-    "weighted_tail",
-]
+
+class TokenScores(NamedTuple):
+    """Scores of a text's tokens under one key.
+
+    A token is scored only if its keyed function has a new input. Equal inputs give equal outputs, so counting
+    them twice would make chance look like a watermark.
+    """
+
+    mask: Array  # [L] bool
+    values: Array  # [L] float64, 0 where not scored; larger values are evidence for the watermark
+
+    @classmethod
+    def at(cls, positions: Array, values: Array, length: int) -> Self:
+        """The scores of a text of `length` tokens, of which those at `positions` [N] have `values` [N]."""
+        scores = cls(np.zeros(length, dtype=bool), np.zeros(length))
+        scores.mask[positions], scores.values[positions] = True, values
+        return scores
+
+
+class WatermarkScheme(ABC):
+    """One watermark with one key (and one nonce), as the detector uses it.
+
+    In text written without the key, the values of scored tokens are independent draws from one known
+    distribution. Their sum is the test statistic.
+    """
+
+    name: str  # "green list", "synthid" or "gumbel"
+    settings: BaseWatermarkingConfig  # that the text was marked with
+    null_mean: float  # mean of a value in unmarked text
+    null_std: float  # standard deviation of a value in unmarked text
+    min_marked_mean: (
+        float  # mean value that even a weakly marked text reaches; a lower one means no watermark
+    )
+    context_size: int  # number of preceding tokens that a token's value depends on
+    prompt_reach: int = 0  # number of prompt tokens in a context; 0: only generated tokens count
+    nonce: int | None = None  # of the sequence, for schemes with one
+
+    @abstractmethod
+    def score_tokens(self, ids: Array) -> TokenScores:
+        """Score the tokens [L]; tokens without a full context are not scored."""
+
+    @abstractmethod
+    def p_value(self, count: int, total: float) -> float:
+        """Probability that `count` scored tokens of unmarked text sum to `total` or more."""
+
+    @abstractmethod
+    def confidence_interval(self, values: Array) -> tuple[float, float]:
+        """95 % confidence interval of the mean of the scored tokens' values [N]."""
+
 
 CORRECTIONS: Final = ("holm", "bonferroni")
 # Totals are float sums: a total this close above an atom of the distribution is that atom.
 _SLACK: Final = 1e-9
 _MAX_LATTICE_SIZE: Final = 2**16  # support size up to which a weighted sum is convolved exactly
+_TAIL: Final = 0.025  # beyond each end of a 95 % interval
 _NEAR_ZERO: Final = 1e-3  # |w| below which the saddlepoint formula is 0/0 and its limit is used
 _MIN_SERIES_DF: Final = 200  # degrees of freedom from which Student's quantile is a series expansion
 
@@ -57,18 +98,10 @@ def binomial_tail(count: int, hits: int, p: float) -> float:
 
 def gamma_tail(count: int, total: float) -> float:
     """Probability that `count` unit exponential draws sum to `total` or more."""
-    if count <= 0:
+    if count <= 0 or total <= 0.0:
         return 1.0 if total <= 0.0 else 0.0
-    if total <= 0.0:
-        return 1.0
-    if math.isinf(total):
-        return 0.0
-    # Equal to the probability of fewer than `count` Poisson arrivals by time `total`.
-    if total > count:
-        k = np.arange(count - 1, 0, -1, dtype=np.float64)
-        return _sum_series(_poisson_log(count - 1, total), k / total)
-    k_above = np.arange(count + 1, count + 64 + 16 * math.isqrt(count), dtype=np.float64)
-    return 1.0 - _sum_series(_poisson_log(count, total), total / k_above)
+    counts, totals = torch.tensor([(count, total)], dtype=torch.float64).T
+    return float(torch.special.gammaincc(counts, totals))
 
 
 def weighted_tail(count: int, weights: Array, p: float, total: float) -> float:
@@ -110,10 +143,6 @@ def _sum_series(log_first: float, ratio: Array) -> float:
 def _binomial_log(count: int, k: int, p: float) -> float:
     log_ways = math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
     return log_ways + k * math.log(p) + (count - k) * math.log1p(-p)
-
-
-def _poisson_log(k: int, mean: float) -> float:
-    return k * math.log(mean) - mean - math.lgamma(k + 1)
 
 
 # ------------------------------------------------------------------- weighted sums
@@ -172,20 +201,8 @@ def _saddlepoint_tail(count: int, weights: Array, p: float, total: float, step: 
         # Daniels' first continuity correction for lattice distributions.
         slope = -math.expm1(-s * step) / step if step > 0.0 else s
         gap = 1.0 / (slope * math.sqrt(variance)) - 1.0 / w
-    # Mills' ratio stays accurate where the normal tail underflows.
     density = math.exp(-0.5 * w * w) / math.sqrt(2.0 * math.pi)
-    value = (
-        density * (_mills_ratio(w) + gap) if w > 0.0 else 0.5 * math.erfc(w / math.sqrt(2.0)) + density * gap
-    )
-    return min(1.0, max(0.0, value))
-
-
-def _mills_ratio(w: float) -> float:
-    """Normal tail divided by the normal density, for `w` > 0."""
-    if w < 30.0:
-        return 0.5 * math.erfc(w / math.sqrt(2.0)) * math.sqrt(2.0 * math.pi) * math.exp(0.5 * w * w)
-    square = 1.0 / (w * w)
-    return float((1.0 - square * (1.0 - 3.0 * square * (1.0 - 5.0 * square))) / w)
+    return min(1.0, max(0.0, 0.5 * math.erfc(w / math.sqrt(2.0)) + density * gap))
 
 
 def _tilted_prob(p: float, x: float) -> float:
@@ -219,49 +236,47 @@ def _solve_saddlepoint(count: int, weights: Array, p: float, total: float) -> fl
 
 
 # --------------------------------------------------------------------------------- intervals
-def proportion_interval(count: int, hits: int, level: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of a success probability (Clopper and Pearson 1934)."""
+def proportion_interval(count: int, hits: int) -> tuple[float, float]:
+    """95 % confidence interval of a success probability (Clopper and Pearson 1934)."""
     if count <= 0:
         return 0.0, 1.0
-    tail = (1.0 - level) / 2.0
 
     def lower_bound(successes: int) -> float:
         if successes <= 0:
             return 0.0
-        return _bisect(lambda p: binomial_tail(count, successes, p) - tail, 0.0, successes / count)
+        return _bisect(lambda p: binomial_tail(count, successes, p) - _TAIL, 0.0, successes / count)
 
     # At most `hits` successes means at least `count - hits` failures.
     return lower_bound(hits), 1.0 - lower_bound(count - hits)
 
 
-def gamma_interval(count: int, total: float, level: float = 0.95) -> tuple[float, float]:
-    """Confidence interval of the mean of exponential values; conservative for less variable ones."""
+def gamma_interval(count: int, total: float) -> tuple[float, float]:
+    """95 % confidence interval of the mean of exponential values; conservative for less variable ones."""
     if count <= 0:
         return 0.0, math.inf
-    tail = (1.0 - level) / 2.0
     upper_limit = count + 20.0 * math.sqrt(count) + 40.0
-    high = _bisect(lambda x: tail - gamma_tail(count, x), 0.0, upper_limit)
-    low = _bisect(lambda x: (1.0 - tail) - gamma_tail(count, x), 0.0, upper_limit)
+    high = _bisect(lambda x: _TAIL - gamma_tail(count, x), 0.0, upper_limit)
+    low = _bisect(lambda x: (1.0 - _TAIL) - gamma_tail(count, x), 0.0, upper_limit)
     return total / high, total / low
 
 
-def mean_interval(values: Array, min_std: float = 0.0, level: float = 0.95) -> tuple[float, float]:
-    """Student's interval of the mean of `values` [N], with a standard deviation of at least `min_std`."""
+def mean_interval(values: Array, min_std: float = 0.0) -> tuple[float, float]:
+    """Student's 95 % interval of the mean of `values` [N], with a deviation of at least `min_std`."""
     count = len(values)
     if count < 2:
         return -math.inf, math.inf
     std = max(float(np.std(values, ddof=1)), min_std)
-    half_width = _student_quantile(count - 1, level) * std / math.sqrt(count)
+    half_width = _student_quantile(count - 1) * std / math.sqrt(count)
     mean = float(np.mean(values))
     return mean - half_width, mean + half_width
 
 
-def _student_quantile(df: int, level: float) -> float:
-    """The bound that Student's |t| stays below with probability `level`."""
+def _student_quantile(df: int) -> float:
+    """The bound that Student's |t| stays below with a probability of 95 %."""
     if df >= _MIN_SERIES_DF:
-        z = _bisect(lambda x: math.erf(x / math.sqrt(2.0)) - level, 0.0, 40.0)
+        z = NormalDist().inv_cdf(1.0 - _TAIL)
         return z + (z**3 + z) / (4.0 * df) + (5.0 * z**5 + 16.0 * z**3 + 3.0 * z) / (96.0 * df**2)
-    return _bisect(lambda t: _student_coverage(df, t) - level, 0.0, 1e6)
+    return _bisect(lambda t: _student_coverage(df, t) - (1.0 - 2.0 * _TAIL), 0.0, 1e6)
 
 
 def _student_coverage(df: int, t: float) -> float:
@@ -306,29 +321,17 @@ def adjust_p_values(p_values: Sequence[float], correction: str = "holm") -> list
     return adjusted
 
 
-def randomized_p_value(scheme: WatermarkScheme, count: int, total: float, u: float) -> float:
-    """A p-value that is uniform in unmarked text if `u` is uniform, although the statistic is discrete.
-
-    It is P(X > total) + u P(X = total). The usual p-value has u = 1: it may be too large, never too small.
-    """
-    at_least = scheme.p_value(count, total)
-    above = scheme.p_value(count, total + 1e-5)
-    return above + u * (at_least - above)
-
-
-def required_tokens(
-    scheme: WatermarkScheme, score: float, alpha: float = 0.01, power: float = 0.9
-) -> int | None:
-    """Number of scored tokens of mean `score` that reach level `alpha` with probability `power`.
+def required_tokens(scheme: WatermarkScheme, score: float, alpha: float = 0.01) -> int | None:
+    """Number of scored tokens of mean `score` that reach level `alpha` in nine of ten texts.
 
     The level is exact; the sum of marked text is approximated as normal with the spread of unmarked text.
     None if the score is not above that of unmarked text.
     """
-    if not 0.0 < alpha < 1.0 or not 0.0 < power < 1.0:
-        raise InputError("alpha", "and `power` must be between 0 and 1", (alpha, power))
+    if not 0.0 < alpha < 1.0:
+        raise InputError("alpha", "must be between 0 and 1", alpha)
     if score <= scheme.null_mean:
         return None
-    margin = _bisect(lambda z: 0.5 * math.erfc(-z / math.sqrt(2.0)) - power, -40.0, 40.0) * scheme.null_std
+    margin = NormalDist().inv_cdf(0.9) * scheme.null_std
 
     def is_enough(count: int) -> bool:
         return scheme.p_value(count, count * score - margin * math.sqrt(count)) <= alpha
@@ -343,3 +346,34 @@ def required_tokens(
         mid = (low + high) // 2
         low, high = (low, mid) if is_enough(mid) else (mid, high)
     return high
+
+
+class PaddingTokens(NamedTuple):
+    """The tokens that pad the rows of a batch, and which of them also end a text."""
+
+    ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, source: Any) -> Self:
+        """Those of a model config or a tokenizer; without a pad token, generate() pads with the end token."""
+        end_ids = _as_ids(getattr(source, "eos_token_id", None))
+        return cls(_as_ids(getattr(source, "pad_token_id", None)) or end_ids, end_ids)
+
+    def text_span(self, ids: Array) -> tuple[int, int]:
+        """Where the text of a row [L] starts and stops; the first end token of a run on the right is text."""
+        is_text = ~np.isin(ids, list(self.ids))
+        if not is_text.any():
+            return 0, 0
+        positions = np.flatnonzero(is_text)
+        start, stop = int(positions[0]), int(positions[-1]) + 1
+        if stop < len(ids) and int(ids[stop]) in self.end_ids:
+            stop += 1
+        return start, stop
+
+
+def _as_ids(value: Any) -> frozenset[int]:
+    """No token id, one or several as a set."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return frozenset({value})
+    return frozenset(value) if isinstance(value, list | tuple) else frozenset()

@@ -14,16 +14,6 @@ from torch import Tensor, nn
 
 from descant.errors import InputError
 
-__all__ = [
-    "DetectorMetrics",
-    "DetectorTrainingConfig",
-    "DetectorTrainingResult",
-    "GValueBatch",
-    "compute_metrics",
-    "evaluate_detector",
-    "train_detector",
-]
-
 FALSE_POSITIVE_RATE: Final = 0.01  # false positive rate at which detectors are compared
 FULL_LENGTH: Final = "whole"  # name of untruncated texts in the metrics
 _PROB_EPSILON: Final = 1e-5  # clamp of posteriors in the validation loss
@@ -66,7 +56,7 @@ class GValueBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class DetectorMetrics:
-    """How well scores separate marked from unmarked texts."""
+    """The quality with which scores separate marked from unmarked texts."""
 
     marked: int  # number of texts
     unmarked: int
@@ -181,11 +171,9 @@ def train_detector(
     """
     plan = plan or DetectorTrainingConfig()
     generator = torch.Generator().manual_seed(plan.seed)
-    marked_split, unmarked_split = (
-        _train_validation_split("marked", marked, plan, generator),
-        _train_validation_split("unmarked", unmarked, plan, generator),
-    )
-    training, held_out = (marked_split[0], unmarked_split[0]), (marked_split[1], unmarked_split[1])
+    marked_training, marked_held_out = _train_validation_split("marked", marked, plan, generator)
+    unmarked_training, unmarked_held_out = _train_validation_split("unmarked", unmarked, plan, generator)
+    training, held_out = (marked_training, unmarked_training), (marked_held_out, unmarked_held_out)
     runs = [
         _train_with_penalty(module, training, held_out, plan, penalty, report)
         for penalty in plan.delta_penalties
@@ -251,14 +239,14 @@ def _batches(
     training: tuple[GValueBatch, GValueBatch], plan: DetectorTrainingConfig, generator: torch.Generator
 ) -> Iterator[tuple[GValueBatch, Tensor]]:
     """Yield the batches of an epoch; the smaller class is oversampled."""
-    count = max(len(one.mask) for one in training)
+    count = max(len(texts.mask) for texts in training)
     # Few texts use smaller batches, for at least about ten steps per epoch.
     half = min(plan.batch_size // 2, max(count // 10, _MIN_TEXTS))
-    orders = [_oversampled_order(len(one.mask), count, generator) for one in training]
+    orders = [_oversampled_order(len(texts.mask), count, generator) for texts in training]
     labels = torch.tensor([1.0, 0.0])
     for start in range(0, count, half):
         chosen = [
-            one.select(order[start : start + half]) for one, order in zip(training, orders, strict=True)
+            texts.select(order[start : start + half]) for texts, order in zip(training, orders, strict=True)
         ]
         truncated = [
             texts.truncate(_random_lengths(texts.counts, plan.min_length, generator)) for texts in chosen

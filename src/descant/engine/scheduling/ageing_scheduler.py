@@ -2,20 +2,56 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.plan import RequestUsage, StepPlan, StepReport
+from descant.engine.scheduling.plan import PrefixHit, PrefixLookup, ScheduledRequest, StepPlan, StepReport
 from descant.engine.scheduling.request_entry import RequestEntry, RunningEntries
-from descant.engine.scheduling.request_queue import RequestQueue
-from descant.engine.scheduling.scheduled_request import PrefixHit, ScheduledRequest
-from descant.engine.scheduling.scheduler import PrefixLookup, Scheduler
 from descant.errors import EngineFull, InputError
 
-__all__ = ["AgeingScheduler"]
+_MIN_COMPACTED = 64  # a smaller heap is not worth rebuilding
+
+
+class RequestQueue:
+    """Request ids by key, the smallest first, equal keys by id; each operation is O(log n).
+
+    A removed entry stays in the heap until it comes to the front or half of the heap is such entries.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, float] = {}
+        self._heap: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._keys
+
+    def add(self, request_id: int, key: float) -> None:
+        """Add a request that is not in the queue."""
+        self._keys[request_id] = key
+        heappush(self._heap, (key, request_id))
+
+    def discard(self, request_id: int) -> None:
+        """Remove a request, if it is in the queue."""
+        self._keys.pop(request_id, None)
+        if len(self._heap) > max(_MIN_COMPACTED, 2 * len(self._keys)):
+            self._heap = [(key, request_id) for request_id, key in self._keys.items()]
+            heapify(self._heap)
+
+    def first(self) -> tuple[float, int] | None:
+        """The key and id of the first request; None: the queue is empty."""
+        while self._heap:
+            key, request_id = self._heap[0]
+            if self._keys.get(request_id) == key:
+                return key, request_id
+            heappop(self._heap)
+        return None
+
 
 _NO_LIMIT = sys.maxsize
 
@@ -39,9 +75,9 @@ class _StepState:
         """Whether it takes blocks from a request, which a lookup of prefixes does not know yet."""
         return bool(self.expired or self.exceeded or self.preempted)
 
-    def drop_decode(self, number: int) -> None:
+    def drop_decode(self, request_id: int) -> None:
         """Let a request not decode."""
-        entry = self.decode.pop(number, None)
+        entry = self.decode.pop(request_id, None)
         if entry is not None:
             self.room += entry.step_tokens
 
@@ -53,7 +89,11 @@ class _StepState:
 
 
 class AgeingScheduler:
-    """A scheduler that keeps one order: `arrival + ageing * priority`, then the number of the request.
+    """Decides which requests run in a step: `schedule` before it, `finish_step` after it.
+
+    It never reads a clock: `now` is any time that does not go back. It is used by one thread at a time.
+
+    It keeps one order: `arrival + ageing * priority`, then the id of the request.
 
     Ageing is linear, so the order of two requests never changes, and waiting, running and preempted requests
     have one order. Requests are admitted in it, none before an earlier one. The last in it are preempted
@@ -80,11 +120,6 @@ class AgeingScheduler:
         self._num_blocks = _limit(config.num_blocks)
 
     @property
-    def config(self) -> SchedulerConfig:
-        """Its limits."""
-        return self._config
-
-    @property
     def num_waiting(self) -> int:
         """The number of waiting requests, preempted ones included."""
         return len(self._waiting)
@@ -95,23 +130,16 @@ class AgeingScheduler:
         return len(self._running)
 
     @property
-    def running_rows(self) -> int:
-        """The rows that the admitted requests may have."""
-        return self._running.rows
-
-    @property
     def reserved_blocks(self) -> int:
         """The blocks that the admitted requests hold or may come to hold in the next step."""
         return self._running.charged + self._shared_blocks
 
-    def __contains__(self, number: object) -> bool:
-        return number in self._entries
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._entries
 
     # -------------------------------------------------------------------- requests come and go
     def add(self, *requests: ScheduledRequest, now: float) -> None:
         """Queue requests that arrive now, all or none; raise `EngineFull` or for one that can never run."""
-        if not math.isfinite(now):
-            raise InputError("now", "must be a finite time", now)
         limit = self._config.max_waiting
         if limit is not None and self.num_waiting + len(requests) > limit:
             raise EngineFull(self.num_waiting, limit)
@@ -122,19 +150,17 @@ class AgeingScheduler:
             key = now + self._config.ageing * request.priority
             entry = entries[request.number] = RequestEntry.of(request, key, self._config)
             self._check_fits(entry)
-        for number, entry in entries.items():
-            self._entries[number] = entry
-            self._waiting.add(number, entry.key)
+        for request_id, entry in entries.items():
+            self._entries[request_id] = entry
+            self._waiting.add(request_id, entry.key)
             if entry.request.deadline is not None:
-                self._deadlines.add(number, entry.request.deadline)
+                self._deadlines.add(request_id, entry.request.deadline)
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, request_id: int) -> None:
         """Remove a waiting or running request between two steps."""
-        if self._plan is not None:
-            raise RuntimeError("`cancel` must not be called between `schedule` and `finish_step`")
-        if number not in self._entries:
-            raise InputError("number", "must be a waiting or running request", number)
-        self._remove(number)
+        if request_id not in self._entries:
+            raise InputError("number", "must be a waiting or running request", request_id)
+        self._remove(request_id)
 
     def _check_fits(self, entry: RequestEntry) -> None:
         """Raise for a request that could not run even alone."""
@@ -155,21 +181,22 @@ class AgeingScheduler:
             got = f"{entry.sure_blocks} blocks of {config.block_size} tokens"
             raise InputError("request", must, got, "enlarge the pool, or shorten the request")
 
-    def _remove(self, number: int) -> None:
+    def _remove(self, request_id: int) -> None:
         """Drop a request wherever it is."""
-        del self._entries[number]
-        self._waiting.discard(number)
-        self._deadlines.discard(number)
-        self._exceeded.pop(number, None)
-        if number in self._running.entries:
-            self._running.remove(number)
+        del self._entries[request_id]
+        self._waiting.discard(request_id)
+        self._deadlines.discard(request_id)
+        self._exceeded.pop(request_id, None)
+        if request_id in self._running.entries:
+            self._running.remove(request_id)
 
     # -------------------------------------------------------------------- before a step
     def schedule(self, now: float) -> StepPlan:
-        """What to do in the next step."""
-        if self._plan is not None:
-            raise RuntimeError("`schedule` must not be called again before `finish_step`")
-        expired, exceeded = self._take_expired(now), self._take_exceeded()
+        """The plan of the next step."""
+        assert self._plan is None, "`finish_step` comes first"
+        expired, exceeded = self._take_expired(now), list(self._exceeded)
+        for request_id in exceeded:
+            self._remove(request_id)
         running = self._running
         state = _StepState(
             self._max_step_tokens - running.decode_tokens, dict(running.decoding), expired, exceeded
@@ -195,13 +222,6 @@ class AgeingScheduler:
             self._remove(first[1])
         return expired
 
-    def _take_exceeded(self) -> list[int]:
-        """Remove the requests that need more than the whole pool."""
-        exceeded = list(self._exceeded)
-        for number in exceeded:
-            self._remove(number)
-        return exceeded
-
     def _preempt_outgrown(self, state: _StepState) -> None:
         """Preempt the last in order until what the others come to fits the pool."""
         if self.reserved_blocks <= self._num_blocks:
@@ -218,10 +238,10 @@ class AgeingScheduler:
 
     def _preempt(self, entry: RequestEntry, state: _StepState) -> None:
         """Let a running request wait again, with its old key."""
-        number = entry.request.number
-        state.drop_decode(number)
-        state.preempted[number] = self._running.remove(number)
-        self._waiting.add(number, entry.key)
+        request_id = entry.request.number
+        state.drop_decode(request_id)
+        state.preempted[request_id] = self._running.remove(request_id)
+        self._waiting.add(request_id, entry.key)
 
     def _read_and_admit(self, state: _StepState) -> None:
         """Give the tokens that are left to prompts, in order; admit those whose turn it is."""
@@ -249,7 +269,7 @@ class AgeingScheduler:
             state.room -= tokens
 
     def _chunk(self, entry: RequestEntry, unread: int, room: int) -> int:
-        """How many of its unread tokens a request reads where there is that much room."""
+        """The number of unread tokens that a request reads where there is that much room."""
         if not entry.request.chunkable:
             return unread if unread <= room else 0
         rows = entry.request.prompt_rows
@@ -269,8 +289,8 @@ class AgeingScheduler:
     # -------------------------------------------------------------------- admission
     def _admit(self, entry: RequestEntry, state: _StepState) -> bool:
         """Admit the first waiting request if it can read in this step; False: it must wait."""
-        number = entry.request.number
-        if number in state.preempted:
+        request_id = entry.request.number
+        if request_id in state.preempted:
             return False
         tokens, shared_blocks = self._find_prefix(entry, state)
         victims = self._victims(entry, entry.sure_blocks - shared_blocks)
@@ -280,36 +300,32 @@ class AgeingScheduler:
         if victims is None or (victims and state.shares):
             return False
         unread = entry.read_tokens - tokens
-        room = state.room + sum(one.step_tokens for one in victims if one.request.number in state.decode)
+        room = state.room + sum(
+            other.step_tokens for other in victims if other.request.number in state.decode
+        )
         if not self._chunk(entry, unread, room) and not self._can_pause(entry, unread, state):
             return False
         for victim in victims:
             self._preempt(victim, state)
         entry.start(unread, shared_blocks)
         state.shares |= shared_blocks > 0
-        state.admitted.append(number)
-        self._waiting.discard(number)
+        state.admitted.append(request_id)
+        self._waiting.discard(request_id)
         self._running.add(entry)
         self._read(entry, state)
         return True
 
     def _find_prefix(self, entry: RequestEntry, state: _StepState) -> PrefixHit:
-        """What of a request is cached; nothing counts as shared with requests that this plan removes."""
+        """The cached part of a request; nothing counts as shared with requests that this plan removes."""
         if self._prefix_lookup is None:
             return PrefixHit()
         prefix = self._prefix_lookup(entry.request.number)
-        if not 0 <= prefix.tokens < entry.read_tokens:
-            must = f"must be from 0 to {entry.read_tokens - 1} of the {entry.read_tokens} tokens to read"
-            raise InputError("prefix.tokens", must, prefix.tokens)
-        if not 0 <= prefix.shared_blocks <= entry.sure_blocks:
-            must = f"must be from 0 to the {entry.sure_blocks} blocks that the request needs"
-            raise InputError("prefix.shared_blocks", must, prefix.shared_blocks)
         return prefix._replace(shared_blocks=0) if state.frees else prefix
 
     def _victims(self, entry: RequestEntry, blocks: int) -> Sequence[RequestEntry] | None:
         """Whom to preempt so that a waiting request fits; None: it does not fit."""
         running, config = self._running, self._config
-        rows = running.rows + entry.rows - config.max_running_rows  # too many, as are the next two
+        rows = running.rows + entry.request.rows - config.max_running_rows  # too many, as are the next two
         tokens = running.step_tokens + entry.step_tokens - self._max_step_tokens
         over = self.reserved_blocks + blocks - self._num_blocks
         headroom = config.headroom_blocks if len(running) else 0
@@ -320,7 +336,7 @@ class AgeingScheduler:
         victims: list[RequestEntry] = []
         for victim in running.victims_after(entry.key):
             victims.append(victim)
-            rows -= victim.rows
+            rows -= victim.request.rows
             tokens -= victim.step_tokens
             over -= victim.charge
             headroom = 0 if len(victims) == len(running) else headroom
@@ -332,50 +348,26 @@ class AgeingScheduler:
     def finish_step(self, report: StepReport) -> None:
         """Take note of what came of the plan."""
         plan = self._plan
-        if plan is None:
-            raise RuntimeError("`finish_step` must be called once after `schedule`")
-        self._check_numbers(plan, report)
+        assert plan is not None, "`schedule` comes first"
         skipped = set(report.skipped)
-        for number, tokens in plan.read.items():
-            if number not in skipped:
-                self._running.note_read(number, tokens, self._config)
-        for number in plan.preempted:
-            self._note_parked(number, report)
-        for number in report.ended:
-            self._remove(number)
-        for number, usage in report.usage.items():
-            self._note_usage(number, usage)
+        for request_id, tokens in plan.read.items():
+            if request_id not in skipped:
+                self._running.note_read(request_id, tokens, self._config)
+        for request_id in plan.preempted:
+            entry = self._entries[request_id]
+            entry.park(report.parked.get(request_id))
+            if entry.sure_blocks > self._num_blocks:
+                self._exceeded[request_id] = None
+        for request_id in report.ended:
+            self._remove(request_id)
+        for request_id, usage in report.usage.items():
+            entry = self._running.note_usage(request_id, usage)
+            if entry.held + usage.next_blocks > self._num_blocks:
+                self._exceeded[request_id] = None  # it has outgrown the whole pool
         self._shared_blocks = report.shared_blocks
         self._plan = None
-
-    def _check_numbers(self, plan: StepPlan, report: StepReport) -> None:
-        """Raise for a report that names requests that are not running."""
-        for name, numbers in (("ended", report.ended), ("usage", report.usage), ("skipped", report.skipped)):
-            unknown = [number for number in numbers if number not in self._running.entries]
-            if unknown:
-                raise InputError(name, "must name running requests only", unknown)
-        if both := [number for number in report.ended if number in report.usage]:
-            raise InputError("usage", "must not name requests that have ended", both)
-        if unknown := [number for number in report.parked if number not in plan.preempted]:
-            raise InputError("parked", "must name requests that the plan preempts only", unknown)
-
-    def _note_parked(self, number: int, report: StepReport) -> None:
-        """Take note of what a preempted request has to read again."""
-        entry = self._entries[number]
-        entry.park(report.parked.get(number), self._config)
-        if entry.sure_blocks > self._num_blocks:
-            self._exceeded[number] = None
-
-    def _note_usage(self, number: int, usage: RequestUsage) -> None:
-        """Take note of what a running request holds; one that outgrows the whole pool cannot go on."""
-        entry = self._running.note_usage(number, usage)
-        if entry.held + usage.next_blocks > self._num_blocks:
-            self._exceeded[number] = None
 
 
 def _limit(value: int | None) -> int:
     """A limit, or a number larger than any."""
     return _NO_LIMIT if value is None else value
-
-
-_SCHEDULER: type[Scheduler] = AgeingScheduler  # for the type checker

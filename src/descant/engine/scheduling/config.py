@@ -8,8 +8,6 @@ from typing import Literal, get_args
 
 from descant.errors import ConfigError
 
-__all__ = ["PreemptionPolicy", "SchedulerConfig", "check_count", "check_priority"]
-
 MAX_PRIORITY = 1_000_000
 PreemptionPolicy = Literal["never", "growth", "priority"]
 

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.scheduling.plan import ParkedRequest, RequestUsage
-from descant.engine.scheduling.scheduled_request import ScheduledRequest
-from descant.errors import InputError
-
-__all__ = ["RequestEntry", "RunningEntries"]
+from descant.engine.scheduling.plan import ParkedRequest, RequestUsage, ScheduledRequest
 
 
 @dataclass(slots=True, eq=False)
@@ -21,8 +17,6 @@ class RequestEntry:
     preemptible: bool
     read_tokens: int  # that its next admission has to read
     sure_blocks: int  # that it surely needs at its next admission
-    rows: int
-    step_tokens: int
     unread: int = 0  # tokens that it has still to read while it runs
     held: int = 0  # blocks that it holds as far as is known, shared ones included
     charge: int = 0  # blocks that it alone holds, or may come to hold in the next step
@@ -43,9 +37,12 @@ class RequestEntry:
             preemptible,
             read_tokens=request.prompt_tokens,
             sure_blocks=needed,
-            rows=request.rows,
-            step_tokens=request.tokens_per_step,
         )
+
+    @property
+    def step_tokens(self) -> int:
+        """The tokens that a step after its prompt feeds."""
+        return self.request.tokens_per_step
 
     @property
     def order(self) -> tuple[float, int]:
@@ -65,31 +62,17 @@ class RequestEntry:
 
     def note_usage(self, usage: RequestUsage) -> None:
         """It holds something else than before."""
-        rows = self.rows if usage.rows is None else usage.rows
-        step_tokens = self.step_tokens if usage.step_tokens is None else usage.step_tokens
-        for name, value, most in (("rows", rows, self.rows), ("step_tokens", step_tokens, self.step_tokens)):
-            if not 0 < value <= most:
-                must = f"must be from 1 to the {most} of request {self.request.number} so far"
-                raise InputError(name, must, value)
-        self.rows, self.step_tokens = rows, step_tokens
         self.held = usage.blocks + usage.shared_blocks
         self.charge = usage.blocks + usage.next_blocks
         if self.unread or not self.preemptible:  # it keeps what it was admitted with
             self.charge = max(self.charge, self.sure_blocks - usage.shared_blocks)
 
-    def park(self, parked: ParkedRequest | None, config: SchedulerConfig) -> None:
+    def park(self, parked: ParkedRequest | None) -> None:
         """It has been preempted, and reads that again at its next admission."""
         if parked is not None:
-            limit = config.max_step_tokens
-            if limit is not None and not self.request.chunkable and parked.tokens > limit:
-                must = f"must be at most max_step_tokens={limit} for a request that is read in one step"
-                raise InputError("parked.tokens", must, parked.tokens)
             # A cache that is not paged takes the blocks of its largest size at once, again too.
             self.read_tokens = parked.tokens
             self.sure_blocks = parked.blocks if self.request.paged else self.request.fixed_blocks
-        elif not self.unread:
-            must = f"must say what it takes to read request {self.request.number} again"
-            raise InputError("parked", must, None)
 
 
 class RunningEntries:
@@ -110,44 +93,42 @@ class RunningEntries:
 
     def add(self, entry: RequestEntry) -> None:
         """Count a request that has been admitted."""
-        number = entry.request.number
-        self.entries[number] = self.reading[number] = entry
+        request_id = entry.request.number
+        self.entries[request_id] = self.reading[request_id] = entry
         self._count(entry, 1)
         if self._last_key is not None:
             self._last_key = max(self._last_key, entry.key)
 
-    def remove(self, number: int) -> RequestEntry:
+    def remove(self, request_id: int) -> RequestEntry:
         """Do not count a request any more."""
-        entry = self.entries.pop(number)
+        entry = self.entries.pop(request_id)
         self._count(entry, -1)
-        self.reading.pop(number, None)
-        self.decoding.pop(number, None)
+        self.reading.pop(request_id, None)
+        self.decoding.pop(request_id, None)
         if entry.key == self._last_key:
             self._last_key = None
         return entry
 
-    def note_read(self, number: int, tokens: int, config: SchedulerConfig) -> None:
+    def note_read(self, request_id: int, tokens: int, config: SchedulerConfig) -> None:
         """A request has read tokens; after the last it decodes."""
-        entry = self.entries[number]
+        entry = self.entries[request_id]
         entry.unread -= tokens
         if entry.request.paged:
             entry.held = max(entry.held, config.blocks_of(entry.read_tokens - entry.unread))
         if not entry.unread:
-            self.decoding[number] = self.reading.pop(number)
+            self.decoding[request_id] = self.reading.pop(request_id)
             self.decode_tokens += entry.step_tokens
 
-    def note_usage(self, number: int, usage: RequestUsage) -> RequestEntry:
+    def note_usage(self, request_id: int, usage: RequestUsage) -> RequestEntry:
         """A request holds something else than before."""
-        entry = self.entries[number]
+        entry = self.entries[request_id]
         self._count(entry, -1)
-        try:
-            entry.note_usage(usage)
-        finally:
-            self._count(entry, 1)
+        entry.note_usage(usage)
+        self._count(entry, 1)
         return entry
 
     def _count(self, entry: RequestEntry, sign: int) -> None:
-        self.rows += sign * entry.rows
+        self.rows += sign * entry.request.rows
         self.step_tokens += sign * entry.step_tokens
         self.charged += sign * entry.charge
         if entry.request.number in self.decoding:

@@ -6,14 +6,12 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from descant.config.generation_config import FIELDS, GenerationConfig
-from descant.config.name_suggestions import suggest_name
+from descant.config.registry import suggest_name
 from descant.engine.vllm.field_support import FIELD_SUPPORT
 from descant.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
-
-__all__ = ["read_model_config", "start_llm"]
 
 
 def start_llm(model: str, options: dict[str, Any]) -> LLMEngine:
@@ -33,7 +31,7 @@ def start_llm(model: str, options: dict[str, Any]) -> LLMEngine:
     options = {"scheduling_policy": "priority", "disable_log_stats": True, **options}
     own = f"{DescantLogitsProcessor.__module__}:{DescantLogitsProcessor.__name__}"
     given = options.pop("logits_processors", None) or ()
-    processors = [one for one in given if one not in (own, DescantLogitsProcessor)]
+    processors = [processor for processor in given if processor not in (own, DescantLogitsProcessor)]
     if not _is_installed():
         processors.append(DescantLogitsProcessor)
         register()

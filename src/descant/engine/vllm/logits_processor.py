@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
 from descant.config.generation_config import GenerationConfig
 from descant.decoding.processors.base import as_id_list
-from descant.engine.batch_sampler import BatchSampler
 from descant.engine.request import Request
+from descant.engine.vllm.batch_sampler import BatchSampler
 from descant.engine.vllm.plugin import is_registered
 from descant.engine.vllm.request_config import (
     PLUGIN_KEY,
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcRequestState
 
-__all__ = ["DescantLogitsProcessor"]
 
 _MAX_ABSENT: Final = 4096  # requests that have left the batch, and may come back
 _MAX_VOCAB: Final = 2**31 - 1
@@ -43,9 +42,9 @@ class _BatchEntry:
     """A request of the batch that the plug-in samples."""
 
     def __init__(
-        self, number: int, params: SamplingParams, prompt: list[int] | None, output: list[int]
+        self, request_id: int, params: SamplingParams, prompt: list[int] | None, output: list[int]
     ) -> None:
-        self.number = number
+        self.request_id = request_id
         self.params, self.prompt, self.output = params, prompt, output
 
 
@@ -72,7 +71,7 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         self._sampler = BatchSampler(model.get_vocab_size(), device)
         self._entries: dict[int, _BatchEntry] = {}  # by index in the batch (V1) or slot (V2)
         # Requests that have left the batch. Whether they are preempted or have ended is not told.
-        self._absent: OrderedDict[int, _BatchEntry] = OrderedDict()  # by number
+        self._absent: OrderedDict[int, _BatchEntry] = OrderedDict()  # by request
         self._waiting: dict[int, SamplingParams] = {}  # V2: by slot, until their tokens are on the device
         self._num_unseeded = 0
         fields = model.try_get_generation_config() or {}
@@ -122,11 +121,11 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
 
     def _set_aside(self, entry: _BatchEntry) -> None:
         """Store a request that may come back, if its tokens alone would not restore it."""
-        is_new = not self._sampler.new_tokens(entry.number) or (self._states is None and not entry.output)
-        if is_new or not self._sampler.is_stateful(entry.number) or self._has_ended(entry):
-            self._sampler.remove(entry.number)
+        is_new = not self._sampler.new_tokens(entry.request_id) or (self._states is None and not entry.output)
+        if is_new or not self._sampler.is_stateful(entry.request_id) or self._has_ended(entry):
+            self._sampler.remove(entry.request_id)
             return
-        self._absent[entry.number] = entry
+        self._absent[entry.request_id] = entry
         if len(self._absent) > _MAX_ABSENT:
             oldest, _ = self._absent.popitem(last=False)
             self._sampler.remove(oldest)
@@ -139,7 +138,7 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
             return None
         for entry in self._absent.values():
             if self._is_entry_of(entry, params, prompt, output):
-                del self._absent[entry.number]
+                del self._absent[entry.request_id]
                 entry.output = output
                 return entry
         return None
@@ -156,12 +155,12 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
             return True
         if entry.prompt != prompt or entry.params != params:
             return False
-        tokens = self._sampler.new_tokens(entry.number)
+        tokens = self._sampler.new_tokens(entry.request_id)
         return len(tokens) - len(output) in (0, 1) and tokens[: len(output)] == output
 
     def _has_ended(self, entry: _BatchEntry) -> bool:
         """Whether a request has all its tokens; asynchronous scheduling may run it for one step more."""
-        params, tokens = entry.params, self._sampler.new_tokens(entry.number)
+        params, tokens = entry.params, self._sampler.new_tokens(entry.request_id)
         if self._states is None:
             tokens = tokens[: len(entry.output)]  # V1 discards what was chosen after a part of a prompt
         if params.max_tokens is not None and len(tokens) >= params.max_tokens:
@@ -176,17 +175,17 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         if PLUGIN_KEY not in (params.extra_args or {}):
             return None
         try:
-            number = self._add(params, prompt, output)
+            request_id = self._add(params, prompt, output)
         except Exception as error:  # what the front end could not check; it must not end vLLM's core
             ends = sorted(params.stop_token_ids or params.all_stop_token_ids) or None
             plain = GenerationConfig(stop_token_ids=ends)
-            number = self._sampler.add(Request([0], plain), output)
-            self._sampler.fail(number, error)
-            report_failure(_request_name(params), self._sampler.errors[number])
-        return _BatchEntry(number, params, prompt, output)
+            request_id = self._sampler.add(Request([0], plain), output)
+            self._sampler.fail(request_id, error)
+            report_failure(_request_name(params), self._sampler.errors[request_id])
+        return _BatchEntry(request_id, params, prompt, output)
 
     def _add(self, params: SamplingParams, prompt: list[int] | None, output: list[int]) -> int:
-        """Add a request to the sampler; its number."""
+        """Add a request to the sampler; its id."""
         found = read_params(params, self._model_ends)
         assert found is not None
         if prompt is None:
@@ -214,41 +213,43 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         index = sorted(self._entries)
         entries = [self._entries[one] for one in index]
         counts = [len(entry.output) for entry in entries]
-        numbers = [self._follow(entry, count) for entry, count in zip(entries, counts, strict=True)]
-        return self._choose(logits, index, numbers, counts)
+        request_ids = [self._follow(entry, count) for entry, count in zip(entries, counts, strict=True)]
+        return self._choose(logits, index, request_ids, counts)
 
-    def _choose(self, logits: Tensor, index: list[int], numbers: list[int], counts: list[int]) -> Tensor:
+    def _choose(self, logits: Tensor, index: list[int], request_ids: list[int], counts: list[int]) -> Tensor:
         rows = None if len(index) == len(logits) else torch.tensor(index, device=logits.device)
         own = logits if rows is None else logits.index_select(0, rows)
         failed_before = set(self._sampler.errors)
-        tokens = self._sampler.choose(numbers, counts, own)
+        tokens = self._sampler.choose(request_ids, counts, own)
         if len(self._sampler.errors) > len(failed_before):
-            self._report_failures([number for number in numbers if number not in failed_before])
+            self._report_failures(
+                [request_id for request_id in request_ids if request_id not in failed_before]
+            )
         own.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
         return own if rows is None else logits.index_copy_(0, rows, own)
 
     def _follow(self, entry: _BatchEntry, count: int) -> int:
-        """The number of a request that has `count` new tokens.
+        """The id of a request that has `count` new tokens.
 
         vLLM may take back several tokens, after keys and values could not be loaded: then it begins anew.
         """
-        excess = self._sampler.num_new(entry.number) - count
-        if excess not in (0, 1) and entry.number not in self._sampler.errors:
-            tokens = self._sampler.new_tokens(entry.number)
-            self._sampler.remove(entry.number)
+        excess = self._sampler.num_new(entry.request_id) - count
+        if excess not in (0, 1) and entry.request_id not in self._sampler.errors:
+            tokens = self._sampler.new_tokens(entry.request_id)
+            self._sampler.remove(entry.request_id)
             again = self._new_entry(entry.params, entry.prompt, tokens[:count])
             assert again is not None
-            entry.number = again.number
-        return entry.number
+            entry.request_id = again.request_id
+        return entry.request_id
 
-    def _report_failures(self, numbers: list[int]) -> None:
+    def _report_failures(self, request_ids: list[int]) -> None:
         """Report why requests end early: vLLM has no way to fail a request from here."""
-        entries = {entry.number: entry for entry in self._entries.values()}
-        for number in numbers:
-            error = self._sampler.errors.get(number)
+        entries = {entry.request_id: entry for entry in self._entries.values()}
+        for request_id in request_ids:
+            error = self._sampler.errors.get(request_id)
             # With asynchronous scheduling a request runs a step after its end, where a grammar has no token.
-            if error is not None and not self._has_ended(entries[number]):
-                report_failure(_request_name(entries[number].params), error)
+            if error is not None and not self._has_ended(entries[request_id]):
+                report_failure(_request_name(entries[request_id].params), error)
 
     # -------------------------------------------------------------------- V2
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
@@ -265,7 +266,7 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
         slots = ctx.idx_mapping_np.tolist()
         if len(slots) != len(logits):
             raise ValueError(f"descant must get one row a request, got {len(logits)} rows of {len(slots)}")
-        index, numbers, counts = [], [], []
+        index, request_ids, counts = [], [], []
         for row, (slot, length) in enumerate(zip(slots, ctx.seq_lens_upper_bound_np.tolist(), strict=True)):
             if slot not in self._entries and slot not in self._waiting:
                 continue
@@ -277,8 +278,8 @@ class DescantLogitsProcessor(V1LogitsProcessor, V2LogitsProcessor):
                 self._join(slot, tokens[:prompt_length], tokens[prompt_length:], slots)
             index.append(row)
             counts.append(length - prompt_length)
-            numbers.append(self._follow(self._entries[slot], counts[-1]))
-        return self._choose(logits, index, numbers, counts) if index else logits
+            request_ids.append(self._follow(self._entries[slot], counts[-1]))
+        return self._choose(logits, index, request_ids, counts) if index else logits
 
     def _join(self, slot: int, prompt: list[int], output: list[int], batch: list[int]) -> None:
         """Begin or continue the request that waits in a slot; `batch` has all slots of the step."""

@@ -1,4 +1,4 @@
-"""What vLLM runs when it starts: complete checks of requests before they reach a worker."""
+"""The code that vLLM runs when it starts: complete checks of requests before they reach a worker."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.input_processor import InputProcessor
 
-from descant.engine.batch_sampler import BatchSampler
 from descant.engine.request import Request
+from descant.engine.vllm.batch_sampler import BatchSampler
 from descant.engine.vllm.request_config import (
     PLUGIN_KEY,
     check_params,
@@ -20,8 +20,6 @@ from descant.engine.vllm.request_config import (
     read_params,
     uses_text,
 )
-
-__all__ = ["is_registered", "register"]
 
 _Validator = Callable[[SamplingParams], None]
 

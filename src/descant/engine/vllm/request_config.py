@@ -11,21 +11,10 @@ from vllm import SamplingParams
 
 from descant.config.generation_config import GenerationConfig
 from descant.decoding.processors.base import as_id_list
-from descant.engine.batch_sampler import BatchSampler
+from descant.engine.vllm.batch_sampler import BatchSampler
 from descant.engine.vllm.field_support import FIELD_SUPPORT, check_fields
 from descant.engine.vllm.request_failures import REQUEST_ID_KEY
 from descant.errors import ConfigError, InputError
-
-__all__ = [
-    "PLUGIN_KEY",
-    "SHARED_PARAMS",
-    "RequestConfig",
-    "check_params",
-    "check_v2_params",
-    "read_params",
-    "to_sampling_params",
-    "uses_text",
-]
 
 PLUGIN_KEY: Final = "descant"  # of `SamplingParams.extra_args`
 
@@ -179,7 +168,7 @@ def check_v2_params(params: SamplingParams) -> None:
 def uses_text(config: GenerationConfig) -> bool:
     """Whether the plug-in needs the tokenizer for a config."""
     breakers = config.dry_sequence_breakers if config.dry_multiplier else None
-    return config.grammar is not None or any(isinstance(one, str) for one in breakers or ())
+    return config.grammar is not None or any(isinstance(breaker, str) for breaker in breakers or ())
 
 
 def _given_fields(params: SamplingParams) -> dict[str, Any] | None:

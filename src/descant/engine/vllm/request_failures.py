@@ -7,8 +7,6 @@ from typing import Final
 
 from descant.errors import RowError
 
-__all__ = ["FAILURES", "REQUEST_ID_KEY", "report_failure"]
-
 REQUEST_ID_KEY: Final = "descant_request"  # of `SamplingParams.extra_args`: the name of such a request
 # By name, where vLLM runs in the process of the engine. In a worker's own process nothing takes them.
 FAILURES: Final[dict[str, RowError]] = {}

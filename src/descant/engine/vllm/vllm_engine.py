@@ -16,23 +16,55 @@ from torch import Tensor
 from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits, RankGroup
 from descant.core.records import Hypothesis, Tokens
-from descant.engine.batch_sampler import BatchSampler
-from descant.engine.events import Event, Failed, Finished, Report
-from descant.engine.logits_source import logits_traits
-from descant.engine.protocol import Engine
-from descant.engine.request import Request, compile_request_grammar
+from descant.decoding.processors.base import as_id_list
+from descant.engine.protocol import Engine, Event, Failed, Finished, Report, single_entry
+from descant.engine.request import Request, TextMatchers, build_text_matchers, compile_request_grammar
 from descant.engine.scheduling.config import SchedulerConfig
-from descant.engine.single_entry import single_entry
+from descant.engine.vllm.batch_sampler import BatchSampler, logits_traits
 from descant.engine.vllm.loading import read_model_config, start_llm
 from descant.engine.vllm.request_failures import FAILURES, REQUEST_ID_KEY
-from descant.engine.vllm.sequence_stops import SequenceStops
 from descant.errors import DeadlineExceeded, DescantError, EngineFull, InputError, RowError
 from descant.trace.trace import Trace
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
-__all__ = ["VLLM"]
+
+class SequenceStops:
+    """The stop conditions of a request's sequences, checked token by token."""
+
+    def __init__(self, request: Request, config: GenerationConfig) -> None:
+        self._matchers: TextMatchers = build_text_matchers(request, config)
+        self._deadline = None if config.max_time is None else time.monotonic() + config.max_time
+        self._eos = frozenset(as_id_list(config.eos_token_id))
+        self._stops = frozenset(as_id_list(config.stop_token_ids))
+        matcher = self._matchers.stop_strings
+        # A stop string may begin in the prompt.
+        self.first_state = 0 if matcher is None else matcher.state_after([int(one) for one in request.prompt])
+
+    def next_state(self, state: int, token: int) -> int:
+        """The state of the stop strings after a token."""
+        matcher = self._matchers.stop_strings
+        if matcher is None or token >= matcher.vocab_size:
+            return state
+        return int(matcher.transition[token, state])
+
+    def reason(self, state: int, tokens: Sequence[int], max_tokens: int) -> str | None:
+        """Why a sequence of these new tokens ends, in `state` before the last one; None: it does not."""
+        token = tokens[-1]
+        if token in self._eos:
+            return "eos"
+        if token in self._stops:
+            return "stop"
+        if len(tokens) >= max_tokens:
+            return "length"
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return "time"
+        strings, regex = self._matchers.stop_strings, self._matchers.stop_regex
+        if strings is not None and token < strings.vocab_size and bool(strings.matches[token, state]):
+            return "stop"
+        return "stop" if regex is not None and regex.matches(tokens) else None
+
 
 # Parts of a request that only a session can use.
 _REFUSED_PARTS: Final = {
@@ -70,7 +102,7 @@ class _VLLMRequest:
 
     @property
     def has_ended(self) -> bool:
-        return all(one.result is not None for one in self.sequences)
+        return all(sequence.result is not None for sequence in self.sequences)
 
 
 class VLLM:
@@ -101,7 +133,7 @@ class VLLM:
         self._sampler = BatchSampler(self.traits.vocab_size)  # for checks alone
         self._requests: dict[int, _VLLMRequest] = {}
         self._sequences: dict[str, _Sequence] = {}  # by name
-        self._numbers = count()
+        self._request_ids = count()
         self._name = uuid4().hex[:8]  # of this engine, in the names of its requests
 
     @property
@@ -165,7 +197,7 @@ class VLLM:
 
     def has_grammar(self, request: Request) -> bool:
         """Whether a request has a grammar that is not compiled yet."""
-        return request.compiled_grammar is None and request.generation_config.grammar is not None
+        return request._call.compiled_grammar is None and request.generation_config.grammar is not None
 
     def compile_grammar(self, request: Request) -> Request:
         """The request with its grammar compiled; any thread may call it beside a step."""
@@ -174,7 +206,7 @@ class VLLM:
             return request
         # With vLLM's tokenizer, for which the worker finds it in the cache of grammars.
         compiled = compile_request_grammar(replace(request, tokenizer=self.tokenizer), spec)
-        return replace(request, compiled_grammar=compiled)
+        return replace(request, _call=replace(request._call, compiled_grammar=compiled))
 
     @single_entry
     def admit(
@@ -192,26 +224,26 @@ class VLLM:
             (request, config, self._params(request, config))
             for request, config in zip(requests, configs, strict=True)
         ]
-        numbers = list(numbers or (next(self._numbers) for _ in requests))
-        if taken := [number for number in numbers if number in self._requests]:
+        request_ids = list(numbers or (next(self._request_ids) for _ in requests))
+        if taken := [request_id for request_id in request_ids if request_id in self._requests]:
             raise InputError("numbers", "must not be of running requests", taken)
         try:
-            for number, (request, config, params) in zip(numbers, prepared, strict=True):
-                self._add(number, request, config, params)
+            for request_id, (request, config, params) in zip(request_ids, prepared, strict=True):
+                self._add(request_id, request, config, params)
         except Exception as error:
-            for number in numbers:
-                self._remove(number)
+            for request_id in request_ids:
+                self._remove(request_id)
             # vLLM's errors of requests derive from ValueError, or from a class of their own.
             if isinstance(error, DescantError) or not (
                 isinstance(error, ValueError) or type(error).__module__ == "vllm.exceptions"
             ):
                 raise
             raise InputError("request", f"must be one that vLLM takes ({error})", "another") from error
-        return numbers
+        return request_ids
 
     def _merged_config(self, request: Request) -> GenerationConfig:
         config = request.generation_config
-        if not request.config_merged:
+        if not request._call.config_merged:
             config = GenerationConfig.merge({}, config, self.generation_config)
         if config.do_sample and config.seed is None:
             # Not from torch's generator, which vLLM seeds with the same number at every start.
@@ -247,22 +279,24 @@ class VLLM:
         read_params(params)  # as the plug-in does
         return params
 
-    def _add(self, number: int, request: Request, config: GenerationConfig, params: SamplingParams) -> None:
+    def _add(
+        self, request_id: int, request: Request, config: GenerationConfig, params: SamplingParams
+    ) -> None:
         assert params.max_tokens is not None
         deadline = None if request.deadline is None else time.monotonic() + request.deadline
         stops = SequenceStops(request, config)
-        one = _VLLMRequest(stops, params.max_tokens, deadline)
+        running = _VLLMRequest(stops, params.max_tokens, deadline)
         prompt: Any = {"prompt_token_ids": [int(token) for token in request.prompt]}
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt.hex()
         for slot in range(config.num_return_sequences):
-            sequence = _Sequence(f"{self._name}-{number}-{slot}", number, slot, stops.first_state)
+            sequence = _Sequence(f"{self._name}-{request_id}-{slot}", request_id, slot, stops.first_state)
             own = params.clone()
             own.seed = None if config.seed is None else config.seed + slot
             own.extra_args = {**(params.extra_args or {}), REQUEST_ID_KEY: sequence.name}
             self.llm.add_request(sequence.name, prompt, own, priority=request.priority)
-            self._requests[number] = one
-            one.sequences.append(sequence)
+            self._requests[request_id] = running
+            running.sequences.append(sequence)
             self._sequences[sequence.name] = sequence
 
     @single_entry
@@ -272,16 +306,16 @@ class VLLM:
             raise InputError("request", "must be a running request", request)
         self._remove(request)
 
-    def _remove(self, number: int) -> None:
-        one = self._requests.pop(number, None)
-        if one is not None:
-            self._abort([sequence for sequence in one.sequences if sequence.result is None])
+    def _remove(self, request_id: int) -> None:
+        running = self._requests.pop(request_id, None)
+        if running is not None:
+            self._abort([sequence for sequence in running.sequences if sequence.result is None])
 
     def _abort(self, sequences: Sequence[_Sequence]) -> None:
-        for one in sequences:
-            self._sequences.pop(one.name, None)
-            FAILURES.pop(one.name, None)
-        self.llm.abort_request([one.name for one in sequences])
+        for sequence in sequences:
+            self._sequences.pop(sequence.name, None)
+            FAILURES.pop(sequence.name, None)
+        self.llm.abort_request([sequence.name for sequence in sequences])
 
     # -------------------------------------------------------------------- steps
     @single_entry
@@ -304,19 +338,19 @@ class VLLM:
 
     def _fail_unfinished(self, ended: Sequence[_Sequence]) -> Iterator[Failed]:
         """End the requests of sequences that vLLM has ended for a reason of its own, such as an error."""
-        for number in dict.fromkeys(one.request for one in ended if one.result is None):
-            if number in self._requests:
-                self._remove(number)
-                must = f"vLLM must run request {number} to its end, and has not"
-                yield Failed(number, RowError(must, number))
+        for request_id in dict.fromkeys(one.request for one in ended if one.result is None):
+            if request_id in self._requests:
+                self._remove(request_id)
+                must = f"vLLM must run request {request_id} to its end, and has not"
+                yield Failed(request_id, RowError(must, request_id))
 
     def _expire(self) -> Iterator[Failed]:
         """End the requests whose deadline has passed."""
         now = time.monotonic()
-        for number, one in list(self._requests.items()):
-            if one.deadline is not None and now >= one.deadline:
-                self._remove(number)
-                yield Failed(number, DeadlineExceeded(number))
+        for request_id, request in list(self._requests.items()):
+            if request.deadline is not None and now >= request.deadline:
+                self._remove(request_id)
+                yield Failed(request_id, DeadlineExceeded(request_id))
 
     def _take(self, found: Sequence[tuple[_Sequence, int]]) -> Iterator[Event]:
         """The events of the new tokens."""
@@ -340,20 +374,20 @@ class VLLM:
                 torch.tensor([token for _, token in taken]),
                 finished=finished,
             )
-        for number, cause in failed.items():
-            self._remove(number)
-            yield Failed(number, cause)
-        for number in dict.fromkeys(one.request for one, _ in taken):
-            if number in self._requests and self._requests[number].has_ended:
-                ended = self._requests.pop(number)
-                yield Finished(number, [one.result for one in ended.sequences if one.result is not None])
+        for request_id, cause in failed.items():
+            self._remove(request_id)
+            yield Failed(request_id, cause)
+        for request_id in dict.fromkeys(one.request for one, _ in taken):
+            if request_id in self._requests and self._requests[request_id].has_ended:
+                ended = self._requests.pop(request_id)
+                yield Finished(request_id, [one.result for one in ended.sequences if one.result is not None])
 
     def _append(self, sequence: _Sequence, token: int) -> Hypothesis | None:
         """Append a token; the sequence, if it ends with it."""
-        one = self._requests[sequence.request]
+        running = self._requests[sequence.request]
         sequence.tokens.append(token)
-        reason = one.stops.reason(sequence.state, sequence.tokens, one.max_tokens)
-        sequence.state = one.stops.next_state(sequence.state, token)
+        reason = running.stops.reason(sequence.state, sequence.tokens, running.max_tokens)
+        sequence.state = running.stops.next_state(sequence.state, token)
         if reason is None:
             return None
         sequence.result = Hypothesis(torch.tensor(sequence.tokens), reason)
@@ -367,21 +401,21 @@ class VLLM:
 
     def common_prefix(self, request: int) -> Tensor:
         """The new tokens with which every sequence of a running request begins (host)."""
-        sequences = [one.tokens for one in self._requests[request].sequences]
+        sequences = [sequence.tokens for sequence in self._requests[request].sequences]
         size = min(map(len, sequences))
-        equal = next((at for at in range(size) if len({one[at] for one in sequences}) > 1), size)
+        equal = next((at for at in range(size) if len({sequence[at] for sequence in sequences}) > 1), size)
         return torch.tensor(sequences[0][:equal], dtype=torch.long)
 
     def report(self) -> Report:
-        """What it has done so far, and what it holds."""
+        """Its work so far, and its content."""
         manager = getattr(self._scheduler, "kv_cache_manager", None)
         blocks = 0 if manager is None else round(manager.usage * (self.scheduler_config.num_blocks or 0))
         return Report(self.steps, len(self), self.rows, None, None, waiting=self.num_waiting, blocks=blocks)
 
     def close(self) -> None:
         """Free vLLM's memory and end its workers."""
-        for number in list(self._requests):
-            self._remove(number)
+        for request_id in list(self._requests):
+            self._remove(request_id)
         self.llm.engine_core.shutdown()
 
     def __enter__(self) -> VLLM:

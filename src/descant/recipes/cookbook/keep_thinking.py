@@ -36,7 +36,7 @@ class KeepThinking(LogitsProcessor):
         window: int = 32,
     ) -> None:
         ends = [end] if isinstance(end, int) else end
-        self.end = None if ends is None else [check_number("end", one, 0, integer=True) for one in ends]
+        self.end = None if ends is None else [check_number("end", token, 0, integer=True) for token in ends]
         self.wait = None if wait is None else check_number("wait", wait, 0, integer=True)
         self.most = check_number("most", most, 0, integer=True)
         self.above = float(check_number("above", above, 0.0))
@@ -64,9 +64,8 @@ class KeepThinking(LogitsProcessor):
     def _end_masks(self, context: Context, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """End tokens [N, V], lines that must not end [N, 1], and those of them that were about to [N, 1]."""
         is_end = vocab_mask(scores.shape, context.param("eos_token_ids" if self.end is None else "end"))
-        best_other = scores.masked_fill(is_end, -torch.inf).amax(
-            -1, keepdim=True
-        )  # -inf: nothing else is possible
+        # -inf: nothing else is possible.
+        best_other = scores.masked_fill(is_end, -torch.inf).amax(-1, keepdim=True)
         uncertain = (context.state("thinking_entropy") > self.above) & (best_other > -torch.inf)
         uncertain &= context.state("thinking_waits") < self.most
         return is_end, uncertain, uncertain & (scores.amax(-1, keepdim=True) > best_other)

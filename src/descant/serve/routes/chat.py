@@ -2,30 +2,137 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from math import isfinite
+from typing import Any, ClassVar, Final
 
-from starlette.requests import Request as HttpRequest
+from descant.decoding.grammars.json_schema import CALL_BEGIN, CALL_END, ToolCall, parse_tool_calls
+from descant.engine.protocol import TokenLogprobs
+from descant.serve.bodies import ChatBody, GenerationBody, ResponseFormat
+from descant.serve.http.errors import ApiError, encode_json, invalid_value
+from descant.serve.model.served_model import ServedModel
+from descant.serve.routes.generation import ChoiceUpdate, GenerationCall, PromptRun
 
-from descant.serve.exchange import Exchange, read_json
-from descant.serve.generation import ChoiceUpdate, TraceUpdate
-from descant.serve.grammar_fields import grammar_of
-from descant.serve.json_response import JsonResponse, encode_json
-from descant.serve.logprob_format import chat_logprobs
-from descant.serve.run_group import RunGroup
-from descant.serve.schema.chat import ChatBody
-from descant.serve.schema.common import parse_body
-from descant.serve.served_model import EncodedPrompts, ServedModel, reserve_tokens
-from descant.serve.settings import check_model_name
-from descant.serve.streaming import EventStream, last_chunks, trace_chunk, until_disconnect, usage_field
-from descant.serve.tool_stream import ToolCallStream, tool_call_json
 
-__all__ = ["ChatCall", "chat_completions"]
+class ToolCallStream:
+    """Splits a text into content and calls; joined, they are those of `parse_tool_calls`."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._pending = ""  # may be the beginning of a call
+        self._space = ""  # white space behind the content, which only further content releases
+        self._has_content = False
+
+    def put(self, text: str) -> tuple[str, list[ToolCall]]:
+        """The content and the calls that a further text completes."""
+        text = self._pending + text
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        while (begin := text.find(CALL_BEGIN)) >= 0 and (end := text.find(CALL_END, begin)) >= 0:
+            after = end + len(CALL_END)
+            begin = text.rfind(CALL_BEGIN, 0, end)  # a call contains no other
+            found = parse_tool_calls(text[begin:after])[1]
+            content.append(text[: begin if found else after])
+            calls += found
+            text = text[after:]
+        keep = _partial_suffix(text, CALL_BEGIN) if begin < 0 else len(text) - begin
+        content.append(text[: len(text) - keep])
+        self._pending = text[len(text) - keep :]
+        self.num_calls += len(calls)
+        return self._release("".join(content)), calls
+
+    def end(self) -> str:
+        """The content that was held back."""
+        pending, self._pending = self._pending, ""
+        return self._release(pending)
+
+    def _release(self, content: str) -> str:
+        """Content without the white space at the ends of the whole."""
+        content = self._space + content
+        if not self._has_content:
+            content = content.lstrip()
+        released = content.rstrip()
+        self._space = content[len(released) :]
+        self._has_content = self._has_content or bool(released)
+        return released
+
+
+def _partial_suffix(text: str, tag: str) -> int:
+    """The length of the longest end of a text that begins a tag."""
+    return next((size for size in range(min(len(tag), len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+
+
+def tool_call_json(call: ToolCall, index: int | None = None) -> dict[str, Any]:
+    """A call in OpenAI's form; with its index in a stream."""
+    # Not as ASCII, and with lone surrogates escaped, so that the text can be encoded.
+    arguments = encode_json(call.arguments).decode()
+    function = {"name": call.name, "arguments": arguments}
+    shown = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    return shown if index is None else {"index": index, **shown}
+
+
+def grammar_of(body: ChatBody) -> dict[str, Any] | None:
+    """The grammar of a body's response format or tools; None: its text is free."""
+    grammar = format_grammar(body.response_format)
+    tools = _tool_grammar(body)
+    if grammar is not None and tools is not None:
+        message = "`tools` must not be combined with a `response_format`: set `tool_choice` to `none`"
+        raise invalid_value("response_format", message)
+    return grammar if tools is None else tools
+
+
+def format_grammar(form: ResponseFormat | None) -> dict[str, Any] | None:
+    """The grammar of a response format."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"json_schema": {"type": "object"}}
+    if form.json_schema is None:
+        message = "`response_format.json_schema` must be given with the type `json_schema`"
+        raise ApiError(400, message, param="response_format", code="missing_required_parameter")
+    return {"json_schema": form.json_schema.schema_}
+
+
+def _tool_grammar(body: ChatBody) -> dict[str, Any] | None:
+    choice = body.tool_choice
+    if not body.tools:
+        if choice not in (None, "none", "auto"):
+            raise invalid_value("tool_choice", "`tool_choice` has no use without `tools`")
+        return None
+    if choice == "none":
+        return None
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    plain = choice if choice is None or isinstance(choice, str) else choice.model_dump()
+    return {"tools": tools, "tool_choice": plain or "auto"}
+
+
+_LEAST: Final = -9999.0  # JSON has no infinity; OpenAI's API writes this number
+
+
+def finite_logprob(logprob: float) -> float:
+    """A log-probability as JSON can hold it."""
+    return logprob if isfinite(logprob) else _LEAST
+
+
+def chat_logprobs(
+    model: ServedModel, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+) -> list[dict[str, Any]]:
+    """The entries of `logprobs.content`: of the model itself, before temperature and processors."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        text, data = model.token_text(token), list(model.token_data(token))
+        return {"token": text, "logprob": finite_logprob(logprob), "bytes": data}
+
+    return [
+        {
+            **entry(token, logprob.raw),
+            "top_logprobs": [entry(other, raw) for other, raw, _ in logprob.top],
+        }
+        for token, logprob in zip(tokens, logprobs, strict=True)
+    ]
 
 
 @dataclass
@@ -38,26 +145,23 @@ class _ChatChoice:
     token_ids: list[int] = field(default_factory=list)
     tools: ToolCallStream | None = None
     finish_reason: str | None = None
+    has_role: bool = False  # whether a chunk has named the role
 
 
-class ChatCall:
+class ChatCall(GenerationCall):
     """One conversation on its way through the engine, for the endpoints that answer conversations."""
 
-    def __init__(self, model: ServedModel, exchange: Exchange, body: ChatBody) -> None:
-        self.model, self.exchange, self.body = model, exchange, body
-        self.id = f"chatcmpl-{exchange.id}"
-        self.created = int(time.time())
-        self.group: RunGroup | None = None
-        self.choices: list[_ChatChoice] = []
-        self.trace_id: str | None = None
+    body: ChatBody
+    body_type: ClassVar[type[GenerationBody]] = ChatBody
+    is_chat = True
+    id_prefix, kind, chunk_kind = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    async def start(self) -> None:
-        """Encode the conversation and check all parameters."""
+    async def encode(self) -> list[PromptRun]:
+        """The run of the conversation."""
         body, model = self.body, self.model
-        check_model_name(model.settings, body.model)
         grammar = grammar_of(body)
-        implied = {} if grammar is None else {"grammar": grammar}
-        parameters = model.read_parameters(self.exchange, body, implied, is_chat=True)
+        self.has_calls = grammar is not None and "tools" in grammar
+        parameters = self.read_parameters(grammar)
         room = parameters.prompt_room(body.truncate_prompt_tokens)
         prompt = await model.encode_chat(
             room,
@@ -68,43 +172,18 @@ class ChatCall:
             continue_final_message=body.continue_final_message,
         )
         if model.settings.log_prompts:
-            self.exchange.prompt = [message.text for message in body.messages]
+            self.state.prompt = [message.text for message in body.messages]
         negative = None
         if body.negative_prompt is not None:
             negative = await model.in_encoder_thread(partial(model.encode_negative, body, room.limit))
-        [run] = model.runs(self.exchange, body, parameters, EncodedPrompts([prompt], negative))
-        reserve_tokens(self.exchange, [run])
-        self.group = RunGroup(self.exchange, [run])
-        has_calls = grammar is not None and "tools" in grammar
-        self.choices = [
-            _ChatChoice(tools=ToolCallStream() if has_calls else None) for _ in range(run.num_choices)
-        ]
+        return self.make_runs(parameters, [prompt], negative)
 
-    async def deltas(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """What each answer gains: content, tool calls, log-probabilities and in the end a finish reason.
+    def new_choice(self, run: PromptRun) -> _ChatChoice:  # noqa: ARG002 - a method of the base
+        """An answer without text."""
+        return _ChatChoice(tools=ToolCallStream() if self.has_calls else None)
 
-        Trace records have the index -1.
-        """
-        assert self.group is not None
-        async with aclosing(self.group.updates()) as updates:  # type: ignore[type-var]
-            async for _, update in updates:
-                if isinstance(update, TraceUpdate):
-                    yield -1, {"trace": update.records}
-                    continue
-                choice = self.choices[update.choice]
-                if choice.finish_reason is not None:
-                    continue  # it has ended after its first call
-                delta = self._delta(choice, update)
-                if delta:
-                    yield update.choice, delta
-                if all(one.finish_reason is not None for one in self.choices):
-                    break
-        run = self.group.runs[0]
-        if run.trace is not None:
-            assert self.exchange.key is not None
-            self.trace_id = self.model.traces.add(self.exchange.key, run.trace)
-
-    def _delta(self, choice: _ChatChoice, update: ChoiceUpdate) -> dict[str, Any]:
+    def piece(self, choice: _ChatChoice, update: ChoiceUpdate) -> dict[str, Any]:
+        """The content, tool calls and log-probabilities that an answer gains, in the end a finish reason."""
         delta: dict[str, Any] = {}
         content, ended = update.text, update.finish_reason is not None
         if choice.tools is not None:
@@ -146,72 +225,28 @@ class ChatCall:
 
     async def answer(self) -> dict[str, Any]:
         """The response without streaming."""
-        await self.start()
-        async for _ in self.deltas():
-            pass
-        assert self.group is not None
-        choices = [self._choice_json(index, choice) for index, choice in enumerate(self.choices)]
-        answer = {**self._head("chat.completion"), "choices": choices, "usage": self.group.usage}
+        answer = await super().answer()
         if self.body.return_token_ids:
-            answer["prompt_token_ids"] = list(self.group.runs[0].request.prompt)
+            answer["prompt_token_ids"] = list(self.runs[0].request.prompt)
         return answer
 
-    def _choice_json(self, index: int, choice: _ChatChoice) -> dict[str, Any]:
-        one = {
+    def choice_json(self, index: int, choice: _ChatChoice) -> dict[str, Any]:
+        """A whole answer with its message."""
+        answer = {
             "index": index,
             "message": self.message(choice),
             "logprobs": {"content": choice.logprobs, "refusal": None} if self.body.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
-        return {**one, "token_ids": choice.token_ids} if self.body.return_token_ids else one
+        return {**answer, "token_ids": choice.token_ids} if self.body.return_token_ids else answer
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        name = self.model.settings.model_name
-        head = {"id": self.id, "object": kind, "created": self.created, "model": name}
-        return head if self.trace_id is None else {**head, "trace_id": self.trace_id}
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events."""
-        await self.start()
-        assert self.group is not None
-        head = json.dumps(self._head("chat.completion.chunk"))[:-1].encode()
-        options = self.body.stream_options
-        has_usage = options is not None and options.usage_in_chunks
-        has_role: set[int] = set()
-        async with aclosing(self.deltas()) as deltas:  # type: ignore[type-var]
-            async for index, delta in deltas:
-                if index < 0:
-                    yield trace_chunk(head, delta["trace"])
-                    continue
-                if index not in has_role:
-                    has_role.add(index)
-                    delta["role"] = "assistant"
-                usage = usage_field(self.group.usage) if has_usage else b""
-                yield b'data: %b, "choices": [%b]%b}\n\n' % (head, _chunk_choice(index, delta), usage)
-        usage_at_end = self.group.usage if options is not None and options.include_usage else None
-        for chunk in last_chunks(head, self.trace_id, usage_at_end):
-            yield chunk
-
-
-def _chunk_choice(index: int, delta: dict[str, Any]) -> bytes:
-    """One choice of a chunk."""
-    reason, logprobs = delta.pop("finish_reason", None), delta.pop("logprobs", None)
-    ids = delta.pop("token_ids", None)
-    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
-    if ids is not None:
-        choice["token_ids"] = ids
-    if logprobs is not None:
-        choice["logprobs"] = {"content": logprobs, "refusal": None}
-    return encode_json(choice)
-
-
-async def chat_completions(http: HttpRequest) -> Any:
-    """Answer a conversation."""
-    model: ServedModel = http.app.state.model
-    exchange = Exchange.of(http.scope)
-    body = parse_body(ChatBody, await read_json(http, model.settings.max_body_bytes))
-    exchange.field_names = body.field_names
-    call = ChatCall(model, exchange, body)
-    if body.stream:
-        return EventStream(call.events())
-    return JsonResponse(await until_disconnect(http.receive, call.answer()))
+    def chunk_json(self, index: int, piece: dict[str, Any]) -> dict[str, Any]:
+        """A piece of an answer, the first with the role."""
+        if not self.choices[index].has_role:
+            self.choices[index].has_role = True
+            piece["role"] = "assistant"
+        reason, logprobs = piece.pop("finish_reason", None), piece.pop("logprobs", None)
+        ids = piece.pop("token_ids", None)
+        content = None if logprobs is None else {"content": logprobs, "refusal": None}
+        chunk = {"index": index, "delta": piece, "logprobs": content, "finish_reason": reason}
+        return chunk if ids is None else {**chunk, "token_ids": ids}

@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
+import codecs
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from starlette.requests import Request as HttpRequest
+from descant.engine.protocol import TokenLogprobs
+from descant.serve.bodies import CompletionBody, GenerationBody, ResponseFormat, parse_body
+from descant.serve.http.errors import invalid_value
+from descant.serve.model.served_model import BodyParameters, ServedModel
+from descant.serve.routes.chat import finite_logprob, format_grammar
+from descant.serve.routes.generation import ChoiceUpdate, GenerationCall, PromptRun, sequence_logprobs
 
-from descant.serve.api_errors import ApiError
-from descant.serve.exchange import Exchange, read_json
-from descant.serve.generation import ChoiceUpdate, PromptRun, TraceUpdate, sequence_logprobs
-from descant.serve.grammar_fields import format_grammar
-from descant.serve.json_response import JsonResponse, encode_json
-from descant.serve.logprob_format import CompletionLogprobs
-from descant.serve.parameters import BodyParameters
-from descant.serve.run_group import RunGroup
-from descant.serve.schema.chat import ResponseFormat
-from descant.serve.schema.common import parse_body
-from descant.serve.schema.completion import CompletionBody
-from descant.serve.served_model import EncodedPrompts, ServedModel, reserve_tokens
-from descant.serve.settings import check_model_name
-from descant.serve.streaming import EventStream, last_chunks, trace_chunk, until_disconnect, usage_field
 
-__all__ = ["completions"]
+@dataclass
+class CompletionLogprobs:
+    """The `logprobs` of a text completion, whose offsets count from the beginning of its text."""
+
+    model: ServedModel
+    offset: int = 0
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+    # A character may have several tokens; it counts with the last of them.
+    characters: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("ignore")
+    )
+
+    def add(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Add a token; the first of a prompt has no log-probability."""
+        text = self.model.token_text(token)
+        self.tokens.append(text)
+        self.text_offset.append(self.offset)
+        if token not in self.model.token_bytes.special_ids:  # which the text leaves out
+            self.offset += len(self.characters.decode(self.model.token_data(token)))
+        if logprobs is None:
+            self.token_logprobs.append(None)
+            self.top_logprobs.append(None)
+            return
+        self.token_logprobs.append(finite_logprob(logprobs.raw))
+        # Tokens with the same text: the first is the more probable.
+        top: dict[str, float] = {}
+        for other, raw, _ in logprobs.top:
+            top.setdefault(self.model.token_text(other), finite_logprob(raw))
+        top.setdefault(text, finite_logprob(logprobs.raw))
+        self.top_logprobs.append(top)
+
+    def take(self) -> dict[str, Any]:
+        """The entries so far as JSON values; further ones begin anew behind them."""
+        data = {
+            "tokens": self.tokens,
+            "token_logprobs": self.token_logprobs,
+            "top_logprobs": self.top_logprobs,
+            "text_offset": self.text_offset,
+        }
+        self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
+        return data
 
 
 @dataclass
@@ -43,47 +74,29 @@ class _Completion:
     held: list[ChoiceUpdate] = field(default_factory=list)  # that wait for the prompt's log-probabilities
 
 
-class CompletionCall:
+class CompletionCall(GenerationCall):
     """The prompts of one request on their way through the engine."""
 
-    def __init__(self, model: ServedModel, exchange: Exchange, body: CompletionBody) -> None:
-        self.model, self.exchange, self.body = model, exchange, body
-        self.id = f"cmpl-{exchange.id}"
-        self.created = int(time.time())
-        self.group: RunGroup | None = None
-        self.completions: list[_Completion] = []
-        self.trace_id: str | None = None
+    body: CompletionBody
+    body_type: ClassVar[type[GenerationBody]] = CompletionBody
+    is_chat = False
+    id_prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
 
-    async def start(self) -> None:
-        """Encode the prompts and check all parameters."""
-        body, model = self.body, self.model
-        check_model_name(model.settings, body.model)
-        self._check()
-        grammar = None
-        if body.response_format is not None:
-            grammar = format_grammar(parse_body(ResponseFormat, body.response_format))
-        implied = {} if grammar is None else {"grammar": grammar}
-        parameters = model.read_parameters(self.exchange, body, implied, is_chat=False)
-        if model.settings.log_prompts:
-            self.exchange.prompt = body.prompts
-        # In a thread: so many prompts may be long, each with texts to encode and parameters to merge.
-        runs = await model.in_encoder_thread(partial(self._make_runs, parameters))
-        reserve_tokens(self.exchange, runs)
-        self.group = RunGroup(self.exchange, runs)
-        for run in runs:
-            for _ in range(run.num_choices):
-                logprobs = None if body.logprobs is None else CompletionLogprobs(model)
-                self.completions.append(_Completion(run, logprobs))
-
-    def _check(self) -> None:
-        body, settings = self.body, self.model.settings
-        if len(body.prompts) > settings.max_prompts or not body.prompts:
-            message = f"`prompt` must hold 1 to {settings.max_prompts} prompts, got {len(body.prompts)}"
-            raise ApiError(400, message, param="prompt", code="invalid_value")
+    async def encode(self) -> list[PromptRun]:
+        """The runs of the prompts."""
+        body, most = self.body, self.model.settings.max_prompts
+        if len(body.prompts) > most or not body.prompts:
+            raise invalid_value("prompt", f"`prompt` must hold 1 to {most} prompts, got {len(body.prompts)}")
         if body.trace and len(body.prompts) > 1:
-            raise ApiError(400, "`trace` must have one prompt", param="trace", code="invalid_value")
+            raise invalid_value("trace", "`trace` must have one prompt")
+        form = None if body.response_format is None else parse_body(ResponseFormat, body.response_format)
+        parameters = self.read_parameters(format_grammar(form))
+        if self.model.settings.log_prompts:
+            self.state.prompt = body.prompts
+        # In a thread: so many prompts may be long, each with texts to encode and parameters to merge.
+        return await self.model.in_encoder_thread(partial(self._encode_all, parameters))
 
-    def _make_runs(self, parameters: BodyParameters) -> list[PromptRun]:
+    def _encode_all(self, parameters: BodyParameters) -> list[PromptRun]:
         model, body, encoder = self.model, self.body, self.model.prompts
         room = parameters.prompt_room(body.truncate_prompt_tokens)
         prompts = [
@@ -93,62 +106,47 @@ class CompletionCall:
             for prompt in body.prompts
         ]
         negative = model.encode_negative(body, room.limit)
-        encoded = EncodedPrompts(prompts, negative, body.logprobs if body.echo else None)
-        return model.runs(self.exchange, body, parameters, encoded)
+        return self.make_runs(parameters, prompts, negative, body.logprobs if body.echo else None)
 
-    async def pieces(self) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        """What each text gains, by the index of its choice; trace records have the index -1."""
-        assert self.group is not None
-        num_choices = self.group.runs[0].num_choices
-        async with aclosing(self.group.updates()) as updates:  # type: ignore[type-var]
-            async for prompt, update in updates:
-                if isinstance(update, TraceUpdate):
-                    yield -1, {"trace": update.records}
-                    continue
-                index = prompt * num_choices + update.choice
-                piece = self._piece(self.completions[index], update)
-                if piece:
-                    yield index, piece
-        run = self.group.runs[0]
-        if run.trace is not None:
-            assert self.exchange.key is not None
-            self.trace_id = self.model.traces.add(self.exchange.key, run.trace)
+    def new_choice(self, run: PromptRun) -> _Completion:
+        """A text before its first token."""
+        return _Completion(run, None if self.body.logprobs is None else CompletionLogprobs(self.model))
 
-    def _piece(self, one: _Completion, update: ChoiceUpdate) -> dict[str, Any]:
+    def piece(self, choice: _Completion, update: ChoiceUpdate) -> dict[str, Any]:
         """The next piece of a text; the prompt comes first where it is echoed."""
-        if self.body.echo and one.logprobs is not None:
+        if self.body.echo and choice.logprobs is not None:
             # The prompt's log-probabilities are first and known last.
-            one.held.append(update)
+            choice.held.append(update)
             if update.finish_reason is None:
                 return {}
-            update = _joined(one.held)
+            update = _joined(choice.held)
         if self._is_scoring:
             update = update._replace(text="", tokens=(), logprobs=())
         text = update.text
-        if self.body.echo and not one.text:
-            text = self._echo(one) + text
+        if self.body.echo and not choice.text:
+            text = self._echo(choice) + text
         piece: dict[str, Any] = {}
-        if one.logprobs is not None:
+        if choice.logprobs is not None:
             for token, entry in zip(update.tokens, update.logprobs, strict=True):
-                one.logprobs.add(token, entry)
-            piece["logprobs"] = one.logprobs.take()
-            one.entries.append(piece["logprobs"])
+                choice.logprobs.add(token, entry)
+            piece["logprobs"] = choice.logprobs.take()
+            choice.entries.append(piece["logprobs"])
         if self.body.return_token_ids:
-            one.token_ids += update.tokens
+            choice.token_ids += update.tokens
             piece["token_ids"] = list(update.tokens)
         if text or update.finish_reason is not None:
-            one.text.append(text)
+            choice.text.append(text)
             piece["text"] = text
         if update.finish_reason is not None:
-            one.finish_reason = piece["finish_reason"] = update.finish_reason
+            choice.finish_reason = piece["finish_reason"] = update.finish_reason
         return piece
 
-    def _echo(self, one: _Completion) -> str:
+    def _echo(self, choice: _Completion) -> str:
         """The text of the prompt; its tokens are added to the log-probabilities."""
-        ids = list(one.run.request.prompt)
-        if one.logprobs is not None:
-            for token, entry in zip(ids, (None, *sequence_logprobs(one.run.prompt_logprobs)), strict=True):
-                one.logprobs.add(int(token), entry)
+        ids = list(choice.run.request.prompt)
+        if choice.logprobs is not None:
+            for token, entry in zip(ids, (None, *sequence_logprobs(choice.run.prompt_logprobs)), strict=True):
+                choice.logprobs.add(int(token), entry)
         return self.model.prompts.decode(ids, skip_special_tokens=True)
 
     @property
@@ -157,77 +155,41 @@ class CompletionCall:
         return self.body.echo and self.body.max_tokens == 0
 
     @property
-    def _usage(self) -> dict[str, Any]:
-        assert self.group is not None
-        usage = self.group.usage
-        if self._is_scoring:
-            usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return usage
+    def usage(self) -> dict[str, Any]:
+        """The tokens used so far."""
+        usage = super().usage
+        return (
+            {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+            if self._is_scoring
+            else usage
+        )
 
-    def _head(self) -> dict[str, Any]:
-        name = self.model.settings.model_name
-        head = {"id": self.id, "object": "text_completion", "created": self.created, "model": name}
-        return head if self.trace_id is None else {**head, "trace_id": self.trace_id}
-
-    async def answer(self) -> dict[str, Any]:
-        """The response without streaming."""
-        await self.start()
-        async for _ in self.pieces():
-            pass
-        choices = [self._choice_json(index, one) for index, one in enumerate(self.completions)]
-        return {**self._head(), "choices": choices, "usage": self._usage}
-
-    def _choice_json(self, index: int, one: _Completion) -> dict[str, Any]:
-        choice = {
+    def choice_json(self, index: int, choice: _Completion) -> dict[str, Any]:
+        """A whole text."""
+        answer = {
             "index": index,
-            "text": "".join(one.text),
-            "logprobs": None if one.logprobs is None else _join_entries(one.entries),
-            "finish_reason": one.finish_reason,
+            "text": "".join(choice.text),
+            "logprobs": None if choice.logprobs is None else _join_entries(choice.entries),
+            "finish_reason": choice.finish_reason,
         }
         if self.body.return_token_ids:
-            choice |= {"token_ids": one.token_ids, "prompt_token_ids": list(one.run.request.prompt)}
-        return choice
+            answer |= {"token_ids": choice.token_ids, "prompt_token_ids": list(choice.run.request.prompt)}
+        return answer
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The response as server-sent events."""
-        await self.start()
-        head = json.dumps(self._head())[:-1].encode()
-        options = self.body.stream_options
-        has_usage = options is not None and options.usage_in_chunks
-        async with aclosing(self.pieces()) as pieces:  # type: ignore[type-var]
-            async for index, piece in pieces:
-                if index < 0:
-                    yield trace_chunk(head, piece["trace"])
-                    continue
-                choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, **piece}
-                usage = usage_field(self._usage) if has_usage else b""
-                yield b'data: %b, "choices": [%b]%b}\n\n' % (head, encode_json(choice), usage)
-        usage_at_end = self._usage if options is not None and options.include_usage else None
-        for chunk in last_chunks(head, self.trace_id, usage_at_end):
-            yield chunk
+    def chunk_json(self, index: int, piece: dict[str, Any]) -> dict[str, Any]:
+        """A piece of a text."""
+        return {"index": index, "text": "", "logprobs": None, "finish_reason": None, **piece}
 
 
 def _joined(updates: list[ChoiceUpdate]) -> ChoiceUpdate:
     """Several updates of one sequence as one."""
     return updates[-1]._replace(
-        text="".join(one.text for one in updates),
-        tokens=tuple(token for one in updates for token in one.tokens),
-        logprobs=tuple(entry for one in updates for entry in one.logprobs),
+        text="".join(update.text for update in updates),
+        tokens=tuple(token for update in updates for token in update.tokens),
+        logprobs=tuple(entry for update in updates for entry in update.logprobs),
     )
 
 
 def _join_entries(pieces: list[dict[str, Any]]) -> dict[str, Any]:
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     return {name: [entry for piece in pieces for entry in piece[name]] for name in names}
-
-
-async def completions(http: HttpRequest) -> Any:
-    """Continue prompts."""
-    model: ServedModel = http.app.state.model
-    exchange = Exchange.of(http.scope)
-    body = parse_body(CompletionBody, await read_json(http, model.settings.max_body_bytes))
-    exchange.field_names = body.field_names
-    call = CompletionCall(model, exchange, body)
-    if body.stream:
-        return EventStream(call.events())
-    return JsonResponse(await until_disconnect(http.receive, call.answer()))

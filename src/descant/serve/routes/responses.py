@@ -4,29 +4,226 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Final, Literal
 
-from starlette.requests import Request as HttpRequest
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from descant.serve.api_errors import ApiError
-from descant.serve.exchange import Exchange, read_json
-from descant.serve.json_response import JsonResponse, encode_json
+from descant.serve.bodies import Body, ChatBody, GenerationBody, Items, TextPart, parse_body
+from descant.serve.http.errors import ApiError, encode_json
+from descant.serve.http.request import RequestState
+from descant.serve.model.served_model import ServedModel
 from descant.serve.routes.chat import ChatCall
-from descant.serve.schema.common import parse_body
-from descant.serve.schema.responses import ResponsesBody
-from descant.serve.served_model import ServedModel
-from descant.serve.streaming import EventStream, until_disconnect
-
-__all__ = ["responses"]
 
 
-class ResponseCall:
+class InputMessage(Body):
+    """A message of the input."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Items[TextPart]
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+
+
+class InputCall(Body):
+    """A call that the model has made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCallOutput(Body):
+    """The result of a call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Items[TextPart]
+    id: str | None = None
+    status: str | None = None
+
+
+class InputReasoning(Body):
+    """A thought of another model, which is not shown to this one."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["reasoning"]
+
+
+_ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _item_type(item: Any) -> Any:
+    return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(
+        _item_type,
+        custom_error_type="item_type",
+        custom_error_message=f"must be an object whose type is one of {', '.join(_ITEMS)}. Leave others out",
+    ),
+]
+
+
+class ResponseTool(Body):
+    """A function that may be called."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseToolChoice(Body):
+    """A tool that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Body):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ReasoningOptions(Body):
+    """Hints for models that think."""
+
+    effort: str | None = None  # a variable of the chat template
+    summary: None = None  # there are no summaries
+
+
+class TextOptions(Body):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None  # a variable of the chat template
+
+
+class ResponsesBody(GenerationBody):
+    """A conversation to continue; nothing of it is stored."""
+
+    model_config = ConfigDict(extra="allow")
+
+    input: str | Items[InputItem]
+    n: Literal[1] = 1
+    # The answer has no place for these.
+    return_token_ids: Literal[False] = False
+    trace: Literal[False] = False
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions | None = None
+    tools: Items[ResponseTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool = True
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    reasoning: ReasoningOptions | None = None
+    store: Literal[False] = False
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+
+    @property
+    def field_names(self) -> dict[str, str]:
+        """The fields of this body by the names that errors of the engine and of chats have for them."""
+        length = "max_output_tokens"
+        chat = {"max_tokens": length, "max_new_tokens": length, "response_format": "text"}
+        return {**chat, "reasoning_effort": "reasoning", "verbosity": "text", **super().field_names}
+
+    def as_chat(self) -> ChatBody:
+        """The same request for `/v1/chat/completions`."""
+        own = set(type(self).model_fields) - set(GenerationBody.model_fields)
+        shared = self.model_dump(exclude=own | {"stream_options"}, exclude_none=True, exclude_unset=True)
+        data: dict[str, Any] = {**shared, "messages": list(self._messages())}
+        if self.max_output_tokens is not None:
+            data["max_completion_tokens"] = self.max_output_tokens
+        if self.reasoning is not None and self.reasoning.effort is not None:
+            data["reasoning_effort"] = self.reasoning.effort
+        if self.text is not None and self.text.verbosity is not None:
+            data["verbosity"] = self.text.verbosity
+        if "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs:
+            data |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if self.tools:
+            data["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+                for tool in self.tools
+            ]
+        if isinstance(self.tool_choice, ResponseToolChoice):
+            data["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        elif self.tool_choice is not None:
+            data["tool_choice"] = self.tool_choice
+        data["parallel_tool_calls"] = self.parallel_tool_calls
+        form = None if self.text is None else self.text.format
+        if form is not None:
+            data["response_format"] = _response_format(form)
+        return parse_body(ChatBody, data)
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        """The input as messages of a chat; neighbouring calls belong to one message."""
+        if self.instructions is not None:
+            yield {"role": "system", "content": self.instructions}
+        if isinstance(self.input, str):
+            yield {"role": "user", "content": self.input}
+            return
+        calls: list[dict[str, Any]] = []
+        for item in self.input:
+            if isinstance(item, InputCall):
+                function = {"name": item.name, "arguments": item.arguments}
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+                continue
+            if isinstance(item, InputReasoning):
+                continue
+            if calls:
+                yield {"role": "assistant", "content": "", "tool_calls": calls}
+                calls = []
+            if isinstance(item, InputCallOutput):
+                yield {"role": "tool", "tool_call_id": item.call_id, "content": _plain_content(item.output)}
+            else:
+                yield {"role": item.role, "content": _plain_content(item.content)}
+        if calls:
+            yield {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _plain_content(content: str | list[TextPart]) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.text or part.refusal for part in content)
+
+
+def _response_format(form: TextFormat) -> dict[str, Any]:
+    if form.type != "json_schema":
+        return {"type": form.type}
+    if form.schema_ is None:
+        message = "`text.format.schema` must be given with the type `json_schema`"
+        raise ApiError(400, message, param="text.format", code="missing_required_parameter")
+    return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}
+
+
+class ResponseCall(ChatCall):
     """A chat in the form of the Responses API: one message item, then an item for each call."""
 
-    def __init__(self, model: ServedModel, exchange: Exchange, body: ResponsesBody) -> None:
-        self._body = body
-        self._chat = ChatCall(model, exchange, body.as_chat())
-        self._id, self._message_id = f"resp_{exchange.id}", f"msg_{exchange.id}"
+    body_type = ResponsesBody
+    id_prefix = "resp_"
+
+    def __init__(self, model: ServedModel, state: RequestState, body: ResponsesBody) -> None:
+        super().__init__(model, state, body.as_chat())
+        self._body, self._message_id = body, f"msg_{state.id}"
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._items: list[dict[str, Any]] = []  # of the output, in order
@@ -35,25 +232,21 @@ class ResponseCall:
 
     async def answer(self) -> dict[str, Any]:
         """The response without streaming."""
-        await self._chat.start()
-        async for _, delta in self._chat.deltas():
-            for _ in self._delta_events(delta):
-                pass
-        for _ in self._end_message():
+        async for _ in self.events():
             pass
         return self._response()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The response as server-sent events."""
-        await self._chat.start()
+        await self.start()
         has_begun = False
-        async with aclosing(self._chat.deltas()) as deltas:  # type: ignore[type-var]
-            async for _, delta in deltas:
+        async with aclosing(self.pieces()) as pieces:  # type: ignore[type-var]
+            async for _, piece in pieces:
                 if not has_begun:
                     has_begun = True
                     for kind in ("response.created", "response.in_progress"):
                         yield self._event(kind, response=self._response("in_progress"))
-                for event in self._delta_events(delta):
+                for event in self._piece_events(piece):
                     yield event
         for event in self._end_message():
             yield event
@@ -64,16 +257,16 @@ class ResponseCall:
         """An error after the first event."""
         return self._event("error", message=error.message, code=error.code, param=error.param)
 
-    def _delta_events(self, delta: dict[str, Any]) -> Iterator[bytes]:
+    def _piece_events(self, piece: dict[str, Any]) -> Iterator[bytes]:
         """The events by what the answer has gained."""
-        logprobs = delta.get("logprobs") or []
+        logprobs = piece.get("logprobs") or []
         self._logprobs += logprobs
-        if delta.get("content") or (logprobs and self._has_message):
+        if piece.get("content") or (logprobs and self._has_message):
             yield from self._begin_message()
-            text = delta.get("content", "")
+            text = piece.get("content", "")
             self._text.append(text)
             yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
-        for call in delta.get("tool_calls", ()):
+        for call in piece.get("tool_calls", ()):
             yield from self._end_message()
             yield from self._call_events(call)
 
@@ -113,11 +306,11 @@ class ResponseCall:
 
     def _call_events(self, call: dict[str, Any]) -> Iterator[bytes]:
         index, name = len(self._items), call["function"]["name"]
-        arguments, number = call["function"]["arguments"], f"fc_{call['id'].removeprefix('call_')}"
-        item = {"type": "function_call", "id": number, "call_id": call["id"], "name": name}
+        arguments, item_id = call["function"]["arguments"], f"fc_{call['id'].removeprefix('call_')}"
+        item = {"type": "function_call", "id": item_id, "call_id": call["id"], "name": name}
         begun = {**item, "arguments": "", "status": "in_progress"}
         yield self._event("response.output_item.added", output_index=index, item=begun)
-        place = {"item_id": number, "output_index": index}
+        place = {"item_id": item_id, "output_index": index}
         yield self._event("response.function_call_arguments.delta", **place, delta=arguments)
         yield self._event("response.function_call_arguments.done", **place, arguments=arguments, name=name)
         ended = {**item, "arguments": arguments, "status": "completed"}
@@ -132,10 +325,9 @@ class ResponseCall:
 
     def _response(self, status: str | None = None) -> dict[str, Any]:
         """The response object; without a status it has ended."""
-        body, chat = self._body, self._chat
-        is_cut = status is None and chat.choices[0].finish_reason == "length"
-        assert chat.group is not None
-        used = chat.group.usage
+        body = self._body
+        is_cut = status is None and self.choices[0].finish_reason == "length"
+        used = self.usage
         cached = used.get("prompt_tokens_details", {"cached_tokens": 0})
         usage = {
             "input_tokens": used["prompt_tokens"],
@@ -146,15 +338,15 @@ class ResponseCall:
         }
         given = body.model_dump(include={"tools", "tool_choice", "text"}, exclude_none=True, by_alias=True)
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
-            "created_at": chat.created,
+            "created_at": self.created,
             "status": status or ("incomplete" if is_cut else "completed"),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": chat.model.settings.model_name,
+            "model": self.model.settings.model_name,
             "output": self._items,
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
@@ -168,15 +360,3 @@ class ResponseCall:
             "usage": usage if status is None else None,
             "metadata": body.metadata or {},
         }
-
-
-async def responses(http: HttpRequest) -> Any:
-    """Answer a conversation."""
-    model: ServedModel = http.app.state.model
-    exchange = Exchange.of(http.scope)
-    body = parse_body(ResponsesBody, await read_json(http, model.settings.max_body_bytes))
-    exchange.field_names = body.field_names
-    call = ResponseCall(model, exchange, body)
-    if body.stream:
-        return EventStream(call.events(), call.error_event)
-    return JsonResponse(await until_disconnect(http.receive, call.answer()))

@@ -8,21 +8,6 @@ from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
 from descant.tokenization.display import TextPiece, escape_invisible, join_pieces
-from descant.trace.pictures.terminal_cells import pieces_width
-
-__all__ = [
-    "CELL_WIDTH",
-    "FONT_SIZE",
-    "NUM_GROUP_COLOURS",
-    "box",
-    "caption",
-    "element",
-    "line",
-    "path",
-    "svg_document",
-    "text",
-    "titled_group",
-]
 
 FONT_SIZE: Final = 13  # of tokens
 CELL_WIDTH: Final = 7.9  # width of a character in the widest of the usual fonts
@@ -59,36 +44,19 @@ _COLOURS: Final = {
     "g6": ("#00768a", "#5fcfe0"),
     "g7": ("#6d5241", "#d0ab93"),
 }
-# CSS class, property, colour.
-_CLASS_COLOURS: Final = (
-    ("paper", "fill", "paper"),
-    ("paper", "stroke", "frame"),
-    ("sheet", "fill", "sheet"),
-    ("hole", "fill", "paper"),
-    ("wash", "fill", "wash"),
-    ("ink", "fill", "ink"),
-    ("quiet", "fill", "quiet"),
-    ("faint", "fill", "faint"),
-    ("m", "fill", "faint"),
-    ("accent", "fill", "accent"),
-    ("good", "fill", "good"),
-    ("bad", "fill", "bad"),
-    ("warm", "fill", "warm"),
-    ("rule", "stroke", "rule"),
-    ("frame", "stroke", "frame"),
-    ("strong", "stroke", "accent"),
-    ("firm", "stroke", "quiet"),
-    ("right", "stroke", "good"),
-    ("wrong", "stroke", "bad"),
-    ("bar", "fill", "rule"),
-    ("calm", "fill", "calm"),
-    ("fine", "fill", "good"),
-    ("shadow", "stroke", "warm"),
-    ("shade0", "fill", "paper"),
-    *((f"shade{at}", "fill", f"shade{at}") for at in range(1, 5)),
-    *((f"g{at}", "stroke", f"g{at}") for at in range(NUM_GROUP_COLOURS)),
-    *((f"f{at}", "fill", f"g{at}") for at in range(NUM_GROUP_COLOURS)),
-)
+_GROUPS: Final = range(NUM_GROUP_COLOURS)
+# Colours of CSS classes: those of their own names, and others.
+_FILLS: Final = {
+    **{name: name for name in ("sheet", "wash", "ink", "quiet", "faint", "accent", "good", "bad", "warm")},
+    **{f"shade{level}": f"shade{level}" for level in range(1, 5)},
+    **{f"f{group}": f"g{group}" for group in _GROUPS},
+    "paper": "paper", "hole": "paper", "shade0": "paper", "m": "faint", "bar": "rule", "calm": "calm",
+    "fine": "good",
+}  # fmt: skip
+_STROKES: Final = {
+    "paper": "frame", "rule": "rule", "frame": "frame", "strong": "accent", "firm": "quiet", "right": "good",
+    "wrong": "bad", "shadow": "warm", **{f"g{group}": f"g{group}" for group in _GROUPS},
+}  # fmt: skip
 _BASE_STYLE: Final = (
     f"text{{font:{FONT_SIZE}px {_MONO};white-space:pre;direction:ltr;unicode-bidi:isolate}}"
     "tspan{unicode-bidi:isolate}"
@@ -116,7 +84,8 @@ def text(
     """A line of text: token pieces, or a string, which is escaped here."""
     pieces = escape_invisible(content) if isinstance(content, str) else content
     spans = "".join(
-        element("tspan", escape(one), class_="m") if is_escaped else escape(one) for one, is_escaped in pieces
+        element("tspan", escape(part), class_="m") if is_escaped else escape(part)
+        for part, is_escaped in pieces
     )
     return element("text", spans, x=x, y=y, class_=kind, text_anchor=anchor) if spans else ""
 
@@ -146,7 +115,7 @@ def path(d: str, kind: str, width: float = 1) -> str:
 def titled_group(title: str | Iterable[str], *children: str, **attributes: object) -> str:
     """A group with a tooltip of one or more lines."""
     lines = [title] if isinstance(title, str) else title
-    tooltip = "\n".join(join_pieces(escape_invisible(one)) for one in lines)
+    tooltip = "\n".join(join_pieces(escape_invisible(line)) for line in lines)
     return element("g", element("title", escape(tooltip)), *children, **attributes)
 
 
@@ -168,17 +137,16 @@ def svg_document(body: Sequence[str], width: float, height: float, title: str, d
     )
 
 
-def text_width(pieces: Iterable[TextPiece]) -> float:
-    """The width of token pieces."""
-    return pieces_width(pieces) * CELL_WIDTH
-
-
 def _stylesheet(body: str) -> str:
     """The rules for the classes in use, for light and dark."""
     used = {"paper"} | {name for classes in re.findall(r' class="([^"]*)"', body) for name in classes.split()}
-    uses = [use for use in _CLASS_COLOURS if use[0] in used]
     light, dark = (
-        "".join(f".{name}{{{attribute}:{_COLOURS[colour][shade]}}}" for name, attribute, colour in uses)
+        "".join(
+            f".{name}{{{attribute}:{_COLOURS[colour][shade]}}}"
+            for attribute, colours in (("fill", _FILLS), ("stroke", _STROKES))
+            for name, colour in colours.items()
+            if name in used
+        )
         for shade in (0, 1)
     )
     return f"{_BASE_STYLE}{light}@media (prefers-color-scheme:dark){{{dark}}}"

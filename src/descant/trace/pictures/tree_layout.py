@@ -7,12 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from descant.trace.pictures.number_format import format_percent, format_score, pluralize
-from descant.trace.pictures.selection import TraceSelection
-from descant.trace.trace_data import TraceData
-from descant.trace.tree import Node
-
-__all__ = ["Branch", "TreeLayout", "layout_summary", "layout_tree", "state_at"]
+from descant.trace.pictures.cells import format_percent, format_score, pluralize
+from descant.trace.trace_data import Node, TraceData, TraceSelection
 
 MAX_UNFOLDED_DEPTH: Final = 12  # trees up to this depth are drawn token by token
 STEP_WINDOW: Final = 8  # in deeper trees, tokens before the selected step drawn one by one
@@ -48,13 +44,13 @@ class Branch:
         """This branch and all below it."""
         waiting = [self]
         while waiting:
-            one = waiting.pop()
-            yield one
-            waiting += one.children[::-1]
+            branch = waiting.pop()
+            yield branch
+            waiting += branch.children[::-1]
 
     def num_levels(self) -> int:
         """The depth in branches."""
-        return 1 + max((one.num_levels() for one in self.children), default=0)
+        return 1 + max((child.num_levels() for child in self.children), default=0)
 
 
 @dataclass(frozen=True)
@@ -74,27 +70,27 @@ def state_at(node: Node, step: int | None) -> str:
     return "alive" if node.dropped_step is None or node.dropped_step > step else node.state
 
 
-def layout_tree(trace: TraceData, selection: TraceSelection, fold: bool = False) -> TreeLayout:
-    """What to draw; with `fold`, successive tokens without a fork always share a box."""
-    assert selection.request is not None
+def layout_tree(selection: TraceSelection, fold: bool = False) -> TreeLayout:
+    """The part of the tree to draw; with `fold`, successive tokens without a fork always share a box."""
+    trace = selection.trace
     nodes = [
-        one
-        for one in trace.tree.request_nodes(selection.request)
-        if selection.step is None or one.step <= selection.step
+        node
+        for node in trace.tree.request_nodes(selection.request.request)
+        if selection.step is None or node.step <= selection.step
     ]
-    numbers = {one.number for one in nodes}
-    leaves = [one for one in nodes if not any(child in numbers for child in one.children)]
-    deepest = max(one.depth for one in nodes)
+    numbers = {node.number for node in nodes}
+    leaves = [node for node in nodes if not any(child in numbers for child in node.children)]
+    deepest = max(node.depth for node in nodes)
     folded_depth, max_leaves = 0, MAX_LEAVES
     if deepest > MAX_UNFOLDED_DEPTH:
         folded_depth = deepest if selection.step is None else deepest - STEP_WINDOW
         max_leaves = MAX_OVERVIEW_LEAVES if selection.step is None else MAX_LEAVES
     windowed = [
-        one for one in leaves if selection.step is None or one.depth > folded_depth or not folded_depth
+        leaf for leaf in leaves if selection.step is None or leaf.depth > folded_depth or not folded_depth
     ]
-    shown_leaves = sorted(windowed, key=lambda one: _importance(trace, one, selection.step))[:max_leaves]
-    num_required = sum(state_at(one, selection.step) in ("best", "returned") for one in shown_leaves)
-    top = trace.tree.node(trace.tree.roots[selection.request])
+    shown_leaves = sorted(windowed, key=lambda leaf: _importance(trace, leaf, selection.step))[:max_leaves]
+    num_required = sum(state_at(leaf, selection.step) in ("best", "returned") for leaf in shown_leaves)
+    top = trace.tree.node(selection.request.root)
     while True:
         shown = _nodes_above(trace, top, shown_leaves)
         root = _build_branches(trace, top, shown, selection.step, fold or folded_depth)
@@ -109,8 +105,8 @@ def layout_tree(trace: TraceData, selection: TraceSelection, fold: bool = False)
 
 
 def layout_summary(layout: TreeLayout) -> str:
-    """How much of the tree is shown, as text."""
-    nodes = [node for one in layout.root.walk() for node in one.nodes]
+    """The extent of the shown tree, as text."""
+    nodes = [node for branch in layout.root.walk() for node in branch.nodes]
     steps = len({node.step for node in nodes} - {-1})
     parts = [f"{pluralize(len(nodes) - 1, 'token')} in {pluralize(steps, 'step')}"]
     if layout.step is not None:
@@ -187,14 +183,14 @@ def _sort_children(root: Branch) -> None:
     """Sort every fork (best, returned, largest first), and set `leads_to_end`."""
     sizes: dict[int, int] = {}
     for branch in reversed(list(root.walk())):
-        branch.leads_to_end = any(one.state == "ended" or one.leads_to_end for one in branch.children)
-        sizes[id(branch)] = 1 + sum(sizes[id(one)] for one in branch.children)
+        branch.leads_to_end = any(child.state == "ended" or child.leads_to_end for child in branch.children)
+        sizes[id(branch)] = 1 + sum(sizes[id(child)] for child in branch.children)
     for branch in root.walk():
         branch.children.sort(
-            key=lambda one: (
-                min(_STATE_ORDER[one.state], _STATE_ORDER["alive"]),
-                -sizes[id(one)],
-                -(one.nodes[0].score if one.nodes[0].score is not None else -math.inf),
-                one.nodes[0].number,
+            key=lambda child: (
+                min(_STATE_ORDER[child.state], _STATE_ORDER["alive"]),
+                -sizes[id(child)],
+                -(child.nodes[0].score if child.nodes[0].score is not None else -math.inf),
+                child.nodes[0].number,
             )
         )

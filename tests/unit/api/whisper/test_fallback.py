@@ -17,7 +17,7 @@ LONG = {"return_timestamps": True, "return_segments": True, "language": "en"}
 
 def temperatures(monkeypatch):
     """Every call of the loop that a transcription makes: its temperature, its windows and its beams."""
-    from descant.api.whisper.decoder import WindowDecoder
+    from descant.api.whisper.fallback import WindowDecoder
 
     seen = []
     decode = WindowDecoder.decode
@@ -31,6 +31,7 @@ def temperatures(monkeypatch):
     return seen
 
 
+@pytest.mark.ci_cases("limits0", "limits2")
 @pytest.mark.parametrize(
     "limits",
     [
@@ -140,7 +141,7 @@ def test_copies_are_drawn_apart():
 
 
 def test_every_window_and_attempt_has_its_own_seed(monkeypatch):
-    from descant.api.whisper.decoder import WindowDecoder
+    from descant.api.whisper.fallback import WindowDecoder
 
     seeds = []
     decode = WindowDecoder.decode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from descant.api.whisper.segments import AudioWindow, TimestampScale, split_segments
+from descant.api.whisper.windows import AudioWindow, TimestampScale, split_segments
 
 CLOCK = TimestampScale(
     first_timestamp_id=100, seconds_per_timestamp=0.02, seconds_per_frame=0.01, frames_per_timestamp=2

@@ -22,6 +22,7 @@ from tests.unit.api.whisper.subjects import (
 LONG = {"return_timestamps": True, "return_segments": True}
 
 
+@pytest.mark.ci_cases("3-False", "1-True")
 @pytest.mark.parametrize("past", [False, True])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_ragged_recordings(past, beams):

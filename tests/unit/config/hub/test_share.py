@@ -6,10 +6,10 @@ import pytest
 
 from descant.config import hub as face
 from descant.config.generation_config import GenerationConfig
-from descant.config.hub.commit import cache_folder
+from descant.config.hub import cache_folder
 from descant.errors import HubError, RecipeError
+from descant.recipes.loading import push_recipe
 from descant.recipes.recipe_files import RecipeFiles, select_files
-from descant.recipes.share import push_recipe
 
 GENERATE = "from .other import x\n\n\ndef generate(model, input_ids=None, **rest):\n    return input_ids\n"
 
@@ -130,13 +130,7 @@ def break_code(folder):
     (folder / "generate.py").unlink()
 
 
-def break_map(folder):
-    (folder / "config.json").write_text('{"auto_map": {"AutoModel": "eve/evil--modeling.Evil"}}')
-
-
-@pytest.mark.parametrize(
-    "broken", [break_link, break_pickle, break_giant, break_requirements, break_code, break_map]
-)
+@pytest.mark.parametrize("broken", [break_link, break_pickle, break_giant, break_requirements, break_code])
 def test_nothing_odd_is_pushed(ann, folder, broken):
     broken(folder)
     with pytest.raises(RecipeError):

@@ -12,7 +12,7 @@ from descant.config.generation_config import FIELDS
 from descant.decoding.grammars import compiler as compiler_module
 from descant.decoding.grammars.compiler import GrammarCompiler, installed_backends
 from descant.decoding.grammars.llguidance_backend import LLGuidanceBackend
-from descant.models.tiny_llama import toy
+from descant.models.loading.tiny_llama import toy
 from tests.support.grammar_texts import BACKENDS
 from tests.support.json_tokenizer import tokenizer
 

@@ -7,7 +7,7 @@ import re
 import jsonschema
 import pytest
 
-from descant.decoding.grammars.matcher_pool import MatcherPool
+from descant.decoding.grammars.backend import MatcherPool
 from descant.errors import ConfigError
 from tests.support.grammar_texts import BACKENDS, compiled, masks, random_text
 from tests.support.json_tokenizer import tokenizer

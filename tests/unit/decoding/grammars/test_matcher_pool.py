@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from descant.decoding.grammars.matcher_pool import MatcherPool
+from descant.decoding.grammars.backend import MatcherPool
 from tests.support.grammar_texts import BACKENDS, compiled, masks
 from tests.support.json_tokenizer import tokenizer
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from descant.config.generation_config import FIELDS
-from descant.decoding.grammars.matcher_pool import MatcherPool
-from descant.decoding.grammars.tool_calls import CALL_BEGIN, CALL_END, ToolCall, parse_tool_calls
+from descant.decoding.grammars.backend import MatcherPool
+from descant.decoding.grammars.json_schema import CALL_BEGIN, CALL_END, ToolCall, parse_tool_calls
 from tests.support.grammar_texts import BACKENDS, compiled, masks
 from tests.support.json_tokenizer import tokenizer
 

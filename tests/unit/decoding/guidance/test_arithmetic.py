@@ -13,8 +13,8 @@ from torch import Tensor
 
 import descant
 from descant import ConfigError, ContrastiveDecoding, DExperts, GenerationConfig, ProxyTuning
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.multi_model import MultiModelCache
+from descant.kv_cache.row_views import MultiModelCache
+from descant.kv_cache.stores.dense import DenseStore
 from descant.testing import check_admission, check_batch, check_drafts, check_seed
 from tests.support.tiny_models import pad, prompts
 from tests.unit.decoding.guidance.pairs import (
@@ -33,6 +33,15 @@ from tests.unit.decoding.guidance.pairs import (
 )
 
 
+@pytest.mark.ci_cases(
+    "contrastive",
+    "contrastive-beta",
+    "contrastive-windowed",
+    "contrastive-of-a-recurrent",
+    "proxy-mixed",
+    "dexperts",
+    "encoders-mixed",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_equals_the_reference(name):
     kind, whole, formula, models = case(name)
@@ -71,6 +80,7 @@ class Rescored(transformers.LogitsProcessor):
         return torch.stack(lines).log_softmax(-1).float()
 
 
+@pytest.mark.ci_cases("dexperts", "contrastive-recurrent")
 @pytest.mark.parametrize("name", ["contrastive", "contrastive-recurrent", "proxy-mixed", "dexperts"])
 def test_beams_equal_those_of_transformers(name):
     kind, whole, formula, models = case(name)
@@ -195,6 +205,7 @@ def of_method(kind: str, method: str, count: int) -> list[descant.Request]:
     return requests(kind, configs)
 
 
+@pytest.mark.ci_cases("proxy-mixed-sampling", "contrastive-greedy")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", LAWFUL)
 def test_a_batch_equals_its_rows(name, method):
@@ -202,6 +213,7 @@ def test_a_batch_equals_its_rows(name, method):
     check_batch(whole, of_method(kind, method, 4))
 
 
+@pytest.mark.ci_cases("encoders-mixed-greedy", "contrastive-sampling")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", LAWFUL)
 def test_a_late_comer_equals_an_early_one(name, method):
@@ -209,6 +221,7 @@ def test_a_late_comer_equals_an_early_one(name, method):
     check_admission(whole, of_method(kind, method, 3), schedules=3)
 
 
+@pytest.mark.ci_cases("encoders-mixed", "contrastive")
 @pytest.mark.parametrize("name", LAWFUL)
 def test_a_seed_is_the_requests_own(name):
     kind, whole, _, _ = case(name)

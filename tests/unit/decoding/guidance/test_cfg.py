@@ -163,6 +163,12 @@ def test_scales_of_each_row_in_a_call(tiny):
     assert found == expected
 
 
+@pytest.mark.ci_cases(
+    "llama-1.5-with a negative prompt",
+    "llama--1.0-without",
+    "gpt2-1.5-without",
+    "gpt2--1.0-with a negative prompt",
+)
 @BOTH
 @pytest.mark.parametrize("scale", [1.5, -1.0])
 @pytest.mark.parametrize("name", NAMES)

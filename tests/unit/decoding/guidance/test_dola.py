@@ -14,7 +14,7 @@ from torch import Tensor
 import descant
 from descant import ConfigError, GenerationConfig, Request
 from descant.core.interfaces import ModelTraits
-from descant.decoding.guidance.dola import early_layers
+from descant.decoding.guidance import early_layers
 from descant.testing import outcomes, toy
 from tests.support.json_tokenizer import tokenizer
 from tests.support.tiny_models import Tiny, pad, prompts

@@ -16,11 +16,11 @@ import descant.testing
 from descant import ConfigError, ContrastiveDecoding, DExperts, GenerationConfig, InputError, ProxyTuning
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
-from descant.decoding.guidance.arithmetic import JointModel
-from descant.engine.planner import as_model
-from descant.kv_cache.dense import DenseStore
-from descant.kv_cache.multi_model import MultiModelCache
-from descant.kv_cache.recurrent_state import RecurrentStateCache
+from descant.decoding.guidance import JointModel
+from descant.engine.planning.planner import as_model
+from descant.kv_cache.row_views import MultiModelCache
+from descant.kv_cache.stores.dense import DenseStore
+from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
 from tests.support.tiny_models import prompts
 from tests.unit.decoding.guidance.pairs import EOS, PAD, VOCAB, arch, case, logits_of, made, requests
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from descant.core.context import Context
-from descant.decoding.processors.adaptive_warpers import AdaptivePLogitsWarper, MirostatLogitsWarper
+from descant.decoding.processors.truncation import AdaptivePLogitsWarper, MirostatLogitsWarper
 from descant.errors import InputError
 from tests.unit.decoding.processors import reference
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, softmax, spoil
@@ -186,6 +186,7 @@ def closed_loop(warper, scores, steps=600, rows=64):
     return torch.stack(seen)[steps // 3 :]
 
 
+@pytest.mark.ci_cases("3.5")
 @pytest.mark.parametrize("tau", [2.5, 3.5, 4.5])
 def test_mirostat_holds_the_surprise(tau):
     scores = -1.2 * torch.arange(1, 1001).log()[None]

@@ -16,11 +16,11 @@ from descant import GenerationConfig, Request, Session
 from descant.core.context import Context, RowParams, columns_from_rows
 from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.decoding.processors import PrefixConstrainedLogitsProcessor
 from descant.decoding.processors.allowed_sequences import AllowedSequences, AllowedSequencesLogitsProcessor
+from descant.decoding.processors.bans import PrefixConstrainedLogitsProcessor
 from descant.decoding.strategies.sampling import Sampling
 from descant.engine.session import Failed, Finished
-from descant.engine.strategy_group import StrategyGroup
+from descant.engine.step.strategy_group import StrategyGroup
 from descant.errors import InputError, RowError
 from descant.testing import check_admission, check_batch, check_processor, check_seed
 from tests.support.markov_model import Chain

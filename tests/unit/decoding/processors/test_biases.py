@@ -10,7 +10,7 @@ import torch
 
 from descant import GenerationConfig
 from descant.core.context import PromptInfo
-from descant.decoding.processors.biases import LogitBiasLogitsProcessor, SequenceBiasLogitsProcessor
+from descant.decoding.processors.bans import LogitBiasLogitsProcessor, SequenceBiasLogitsProcessor
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import context
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from descant.core.context import Context, columns_from_rows
-from descant.decoding.processors import LogitsProcessorList, TemperatureLogitsWarper
-from descant.decoding.processors.base import BoundProcessor
-from descant.decoding.processors.diversity import HammingDiversityLogitsProcessor, apply_hamming_penalty
+from descant.decoding.processors.base import BoundProcessor, LogitsProcessorList
+from descant.decoding.processors.filters import TemperatureLogitsWarper
+from descant.decoding.processors.guidance import HammingDiversityLogitsProcessor, apply_hamming_penalty
 from descant.errors import InputError
 from descant.testing import check_processor
 

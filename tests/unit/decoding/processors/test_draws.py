@@ -11,7 +11,6 @@ from descant.core.context import Context, RowParams
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
 from descant.core.sampling_noise import SamplingNoise
-from descant.decoding.processors.adaptive_warpers import MirostatLogitsWarper
 from descant.decoding.processors.filters import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -21,6 +20,7 @@ from descant.decoding.processors.filters import (
     TypicalLogitsWarper,
 )
 from descant.decoding.processors.truncation import (
+    MirostatLogitsWarper,
     PLessLogitsWarper,
     TopHLogitsWarper,
     TopNSigmaLogitsWarper,

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from descant.decoding.processors.dynamic_temperature import DynamicTemperatureLogitsWarper
+from descant.decoding.processors.truncation import DynamicTemperatureLogitsWarper
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, entropy, softmax, spoil
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from descant import GenerationConfig
+from descant.config.watermarking_config import WatermarkingConfig
 from descant.core.context import PromptInfo
-from descant.decoding.processors.green_list import SELFHASH_CANDIDATES, WatermarkLogitsProcessor
-from descant.decoding.watermark.schemes import WatermarkingConfig
-from descant.decoding.watermark.schemes.green_list import GreenList
-from descant.decoding.watermark.schemes.keys import PublicKeyWarning
+from descant.decoding.watermark.green_list import SELFHASH_CANDIDATES, GreenList, WatermarkLogitsProcessor
+from descant.decoding.watermark.keys import PublicKeyWarning
 from descant.errors import ConfigError, InputError
 from tests.unit.decoding.processors.reference import context, drafted
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request, Session
-from descant.decoding.processors import ClassifierFreeGuidanceLogitsProcessor
+from descant.decoding.processors.guidance import ClassifierFreeGuidanceLogitsProcessor
 from descant.decoding.processors.guidance import UnbatchedClassifierFreeGuidanceLogitsProcessor as Unbatched
 from descant.errors import InputError
 from tests.support.tiny_models import prompts

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from descant.config.watermarking_config import GumbelWatermarkingConfig
 from descant.core.context import Context, columns_from_rows
-from descant.decoding.processors import gumbel
-from descant.decoding.processors.gumbel import GumbelWatermarkLogitsProcessor
-from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
-from descant.decoding.watermark.schemes.gumbel import KeyedUniforms
+from descant.decoding.watermark import gumbel
+from descant.decoding.watermark.gumbel import GumbelWatermarkLogitsProcessor, KeyedUniforms
 from descant.errors import ConfigError, InputError
 from descant.testing import check_processor
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, spoil, store

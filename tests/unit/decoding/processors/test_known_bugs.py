@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from descant.decoding import processors
+import descant as processors
 from tests.reference.process.client import ReferenceFailure
 
 NEVER = -math.inf

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from descant.decoding.processors.repetition import (
+from descant.decoding.processors.penalties import (
     DRYLogitsProcessor,
     FrequencyPenaltyLogitsProcessor,
     PresencePenaltyLogitsProcessor,

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from descant.core.context import Context
-from descant.decoding.processors.adaptive_warpers import MirostatLogitsWarper
 from descant.decoding.processors.filters import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -20,6 +19,7 @@ from descant.decoding.processors.filters import (
     TypicalLogitsWarper,
 )
 from descant.decoding.processors.truncation import (
+    MirostatLogitsWarper,
     PLessLogitsWarper,
     TopHLogitsWarper,
     TopNSigmaLogitsWarper,

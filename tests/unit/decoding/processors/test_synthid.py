@@ -10,11 +10,14 @@ import pytest
 import torch
 
 import descant
+from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
 from descant.core.context import Context
-from descant.decoding.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
-from descant.decoding.watermark.schemes.keys import PublicKeyWarning
-from descant.decoding.watermark.schemes.synthid import get_tournament, sampling_table
+from descant.decoding.watermark.keys import PublicKeyWarning
+from descant.decoding.watermark.synthid import (
+    SynthIDTextWatermarkLogitsProcessor,
+    get_tournament,
+    sampling_table,
+)
 from descant.errors import ConfigError, InputError
 from descant.testing import check_processor
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, softmax, spoil

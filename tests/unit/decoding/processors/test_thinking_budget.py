@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from descant.decoding.processors.thinking_budget import ThinkingBudgetLogitsProcessor
+from descant.decoding.processors.lengths import ThinkingBudgetLogitsProcessor
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, spoil
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from descant import GenerationConfig, InputError, Request, RowError, generate, stream
-from descant.decoding.processors import HealingLogitsProcessor
+from descant.decoding.processors.grammar import HealingLogitsProcessor
 from descant.testing import check_admission, check_batch, check_processor, outcomes
 from descant.tokenization.token_healing import HealedSuffix
 from tests.support.byte_tokenizer import TEXTS, tokenizer
@@ -88,6 +88,7 @@ def test_new_tokens_say_the_text_again(tiny, method):
             assert len(new) == 6 + len(tail) or new[-1] == tiny("llama").eos
 
 
+@pytest.mark.ci_cases("beams", "sampling")
 @pytest.mark.parametrize("method", METHODS)
 def test_a_batch_equals_its_rows(tiny, method):
     given = [request(prompt, **METHODS[method]) for prompt in PROMPTS]
@@ -242,6 +243,7 @@ def _ours(model, prompt: str) -> str:
     return model.tokenizer.decode(out[0])
 
 
+@pytest.mark.ci_cases('The link is <a href="http:', "I read a book about ")
 @pytest.mark.parametrize("prompt", SENSIBLE)
 def test_where_theirs_is_sensible_ours_is_the_same(reference, real, prompt):
     theirs, _ = _theirs(reference, real("smollm2"), prompt)

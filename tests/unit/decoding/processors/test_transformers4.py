@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from descant.decoding import processors
+import descant as processors
 from tests.reference.process.client import ReferenceClient
 from tests.unit.decoding.processors.cases import DOCUMENTED, Case, case
 from tests.unit.decoding.processors.prefixes import allowed_after

@@ -13,10 +13,10 @@ import transformers
 from torch import Tensor
 
 from descant.core.context import RowParams, columns_from_rows
-from descant.core.interfaces import Drafter
-from descant.core.records import DraftContext, Proposal
+from descant.core.interfaces import DraftContext, Drafter
+from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.kv_cache.dense import DenseStore
+from descant.kv_cache.stores.dense import DenseStore
 from tests.support import tiny_models
 from tests.unit.decoding.guidance.pairs import arch
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from descant.core.records import DraftContext, Proposal
+from descant.core.interfaces import DraftContext
+from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.core.sampling_noise import SamplingNoise, keyed_exponential
-from descant.decoding.guidance.arithmetic import ProxyTuning
+from descant.decoding.guidance import ProxyTuning
 from descant.decoding.speculative.draft_model import AssistantDrafter
-from descant.engine.planner import as_model
-from descant.kv_cache.dense import DenseStore
+from descant.engine.planning.planner import as_model
+from descant.kv_cache.stores.dense import DenseStore
 from tests.support.ci_slices import first
 from tests.unit.decoding.speculative.rig import (
     VOCAB,

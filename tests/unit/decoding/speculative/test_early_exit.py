@@ -12,15 +12,16 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from descant.core.records import DraftContext, Proposal
+from descant.core.interfaces import DraftContext
+from descant.core.records import Proposal
 from descant.core.rows import Rows
 from descant.core.sampling_noise import SamplingNoise
-from descant.decoding.speculative.early_exit import EarlyExit, check_early_exit
-from descant.engine.planner import as_model
+from descant.decoding.speculative.draft_model import EarlyExit, check_early_exit
+from descant.engine.planning.planner import as_model
 from descant.errors import ConfigError, UnsupportedModel
-from descant.kv_cache.cfg_rows import PairedRowCache
-from descant.kv_cache.dense import DenseStore
-from descant.models.traits import traits_of
+from descant.kv_cache.row_views import PairedRowCache
+from descant.kv_cache.stores.dense import DenseStore
+from descant.models.forward.traits import traits_of
 from descant.models.truncated_model import truncate_model
 from tests.support.ci_slices import first
 from tests.unit.decoding.speculative.rig import (

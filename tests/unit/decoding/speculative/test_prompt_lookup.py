@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from descant.core.context import RowParams, columns_from_rows
 from descant.core.rows import Rows
-from descant.decoding.speculative.prompt_lookup import PromptLookup
+from descant.decoding.speculative.lookup import PromptLookup
 from tests.unit.decoding.speculative.rig import copied
 
 GARBAGE = 77  # after the final tokens; must never be matched or copied

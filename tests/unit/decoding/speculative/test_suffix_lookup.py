@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from descant.core.context import RowParams, columns_from_rows
 from descant.core.rows import Rows
-from descant.decoding.speculative import suffix_lookup
-from descant.decoding.speculative.suffix_lookup import SuffixLookup
+from descant.decoding.speculative import lookup as suffix_lookup
+from descant.decoding.speculative.lookup import SuffixLookup
 from tests.unit.decoding.speculative.rig import copied
 
 GARBAGE = 77  # after the final tokens; must never be matched or copied

@@ -10,8 +10,8 @@ import transformers
 
 import descant
 from descant import InputError
-from descant.decoding.stopping import criteria
-from descant.decoding.stopping.criteria import (
+from descant.decoding import stopping
+from descant.decoding.stopping import (
     EosTokenCriteria,
     MaxLengthCriteria,
     MaxTimeCriteria,
@@ -66,7 +66,7 @@ def test_rows_beyond_the_model_give_one_warning(recwarn):
 
 
 def test_time_by_its_other_name(monkeypatch):
-    monkeypatch.setattr(criteria.time, "time", lambda: 100.0)
+    monkeypatch.setattr(stopping.time, "time", lambda: 100.0)
     assert MaxTimeCriteria(3.0, initial_time=96.0)(torch.zeros(1, 1), None).tolist() == [True]
     assert MaxTimeCriteria(3.0, initial_time=98.0).initial_timestamp == 98.0
     with pytest.raises(InputError, match="`initial_time` must not be given with"):
@@ -75,13 +75,13 @@ def test_time_by_its_other_name(monkeypatch):
 
 def test_time(monkeypatch):
     ids = torch.zeros(2, 1, dtype=torch.long)
-    monkeypatch.setattr(criteria.time, "time", lambda: 100.0)
+    monkeypatch.setattr(stopping.time, "time", lambda: 100.0)
     since_now, since_then = MaxTimeCriteria(5), MaxTimeCriteria(5, initial_timestamp=90.0)
     assert since_now(ids, None).tolist() == [False, False]
     assert since_then(ids, None).tolist() == [True, True]
-    monkeypatch.setattr(criteria.time, "time", lambda: 105.0)
+    monkeypatch.setattr(stopping.time, "time", lambda: 105.0)
     assert since_now(ids, None).tolist() == [False, False], "not before it is over"
-    monkeypatch.setattr(criteria.time, "time", lambda: 105.1)
+    monkeypatch.setattr(stopping.time, "time", lambda: 105.1)
     assert since_now(ids, None).tolist() == [True, True]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from descant import ConfigError, GenerationConfig, InputError, Request, RowError, generate, stream
-from descant.decoding.processors import MirostatLogitsWarper
+from descant.decoding.processors.truncation import MirostatLogitsWarper
 from descant.engine.session import Finished, Session, Tokens
 from descant.testing import check_admission, check_batch, check_seed, outcomes
 from tests.contracts.configs import TEXTS, tokenizer
@@ -209,6 +209,7 @@ def _cases(tiny, count: int, **given: Any):
         yield prompt, phrases, config
 
 
+@pytest.mark.ci_cases("20-given0", "20-given3")
 @pytest.mark.parametrize(
     "given",
     [
@@ -277,6 +278,7 @@ def lawful(tiny, method: str, name: str = "llama") -> list[Request]:
     return given
 
 
+@pytest.mark.ci_cases("llama-sampling")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_a_batch_equals_its_rows(tiny, method, name):
@@ -299,6 +301,7 @@ def test_beside_other_methods(tiny):
     check_batch(tiny("llama").model, [*lawful(tiny, "greedy")[:2], *others, *lawful(tiny, "fanned")[:2]])
 
 
+@pytest.mark.ci_cases("fanned")
 @pytest.mark.parametrize("method", METHODS)
 def test_of_a_model_with_an_encoder(tiny, method):
     given = [

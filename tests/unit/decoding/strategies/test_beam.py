@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import descant
 from descant import GenerationConfig, Request, RowError
 from descant.decoding.strategies.beams.beam import BeamSearch
 from descant.decoding.strategies.beams.finished_pool import FinishedHypotheses
-from descant.testing import outcomes
+from descant.testing import outcomes, toy
 from tests.support.markov_model import Chain
 
 
@@ -216,3 +218,26 @@ def test_steps_before_the_first_end_are_those_of_the_general_way(seed, monkeypat
         assert [found.beam_indices for found in one.hypotheses] == [
             found.beam_indices for found in other.hypotheses
         ]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beam_groups": 3, "diversity_penalty": 0.5}, {"force_words_ids": [[51]]}]
+)
+def test_stops_of_several_kinds_end_beams_in_one_step(options: dict[str, Any]) -> None:
+    """Stop tokens and criteria give the same reason in one step: neither hides the other."""
+    stops = {9, 51}
+    output = descant.generate(
+        toy(),
+        torch.tensor([[5, 9, 14]]),
+        num_beams=3,
+        num_return_sequences=3,
+        max_new_tokens=10,
+        stop_token_ids=[9],
+        stopping_criteria=[lambda ids, _: ids[:, -1] == 51],
+        pad_token_id=0,
+        **options,
+    )
+    assert any(stops & set(row.tolist()) for row in output[:, 3:])
+    for row in output[:, 3:].tolist():
+        ends = [index for index, token in enumerate(row) if token in stops]
+        assert not ends or not any(row[ends[0] + 1 :])

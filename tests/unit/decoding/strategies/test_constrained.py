@@ -198,6 +198,7 @@ def _body(new: list[int]) -> list[int]:
 
 
 # ------------------------------------------------------------------------ random sets
+@pytest.mark.ci_cases("0", "200", "400")
 @pytest.mark.parametrize("first", range(0, SETS, PART))
 def test_results_meet_their_constraints_or_say_which_not(first):
     vocabulary = 6
@@ -239,6 +240,7 @@ def test_results_meet_their_constraints_or_say_which_not(first):
             )
 
 
+@pytest.mark.ci_cases("1.0-False", "0.0-never")
 @pytest.mark.parametrize("early", [False, "never"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_beams_for_every_sequence_find_the_best(penalty, early):

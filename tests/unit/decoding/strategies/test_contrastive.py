@@ -13,8 +13,8 @@ from torch import Tensor
 
 import descant
 from descant import ConfigError, GenerationConfig, InputError
-from descant.decoding.processors import AllowedSequences
-from descant.decoding.strategies.hidden_state_bank import HiddenStateBank
+from descant.decoding.processors.allowed_sequences import AllowedSequences
+from descant.decoding.strategies.contrastive import HiddenStateBank
 from tests.contracts.configs import TEXTS, tokenizer
 from tests.contracts.promises import stopped
 from tests.support.tiny_models import Tiny, pad, prompts
@@ -150,6 +150,7 @@ def test_tokens_after_an_encoder(tiny, low):
     assert found == [Reference(t5, source=row).search([t5.arch.start]).new for row in rows]
 
 
+@pytest.mark.ci_cases("fields0-rules0-one by one", "fields1-rules1-side by side", "fields2-rules2-one by one")
 @LOW
 @pytest.mark.parametrize(
     ("fields", "rules"),

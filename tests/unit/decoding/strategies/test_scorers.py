@@ -11,7 +11,7 @@ import torch
 
 import descant
 from descant.decoding.constraints import DisjunctiveConstraint, PhrasalConstraint
-from descant.decoding.processors.diversity import HammingDiversityLogitsProcessor
+from descant.decoding.processors.guidance import HammingDiversityLogitsProcessor
 from descant.decoding.strategies.beams.scorers import (
     BeamScorer,
     BeamSearchScorer,
@@ -315,6 +315,7 @@ def test_constraints_as_the_reference(seed, tiny, reference):
 KINDS = {"plain": {}, "groups": {"grouped": True}, "constraints": {"constrained": True}}
 
 
+@pytest.mark.ci_cases("plain")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cases_are_varied(kind, tiny):
     """Precondition of the tests above: requests that end apart, by themselves and at the limit."""

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from descant.decoding.watermark.schemes import BaseWatermarkingConfig, WatermarkingConfig
-from descant.decoding.watermark.scores import TokenScores
-from descant.decoding.watermark.statistics import binomial_tail, proportion_interval
+from descant.config.watermarking_config import BaseWatermarkingConfig, WatermarkingConfig
+from descant.decoding.watermark.statistics import TokenScores, binomial_tail, proportion_interval
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -12,16 +12,22 @@ import numpy as np
 import pytest
 import torch
 
-from descant.decoding.watermark import detection
-from descant.decoding.watermark.detection import MARKED, NOT_MARKED, TOO_SHORT, Detector
-from descant.decoding.watermark.scheme_factory import build_schemes, resolve_vocab_size
-from descant.decoding.watermark.schemes import (
+from descant.config.watermarking_config import (
     BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
-from descant.decoding.watermark.schemes.keys import fingerprint
+from descant.decoding.watermark import detection
+from descant.decoding.watermark.detection import (
+    MARKED,
+    NOT_MARKED,
+    TOO_SHORT,
+    Detector,
+    build_schemes,
+    resolve_vocab_size,
+)
+from descant.decoding.watermark.keys import fingerprint
 from descant.decoding.watermark.statistics import binomial_tail
 from descant.errors import InputError
 from tests.unit.decoding.watermark.fakes import Counting

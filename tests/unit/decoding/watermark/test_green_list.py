@@ -11,11 +11,14 @@ import pytest
 import torch
 import transformers
 
-from descant.decoding.processors.green_list import WatermarkLogitsProcessor
-from descant.decoding.watermark.green_list import GreenListScheme, WatermarkDetector
-from descant.decoding.watermark.schemes import WatermarkingConfig
-from descant.decoding.watermark.schemes.green_list import GreenList
-from descant.decoding.watermark.schemes.keys import PublicKeyWarning
+from descant.config.watermarking_config import WatermarkingConfig
+from descant.decoding.watermark.green_list import (
+    GreenList,
+    GreenListScheme,
+    WatermarkDetector,
+    WatermarkLogitsProcessor,
+)
+from descant.decoding.watermark.keys import PublicKeyWarning
 from descant.errors import InputError
 
 SIZE = 97

@@ -7,10 +7,8 @@ import pytest
 import torch
 from scipy import special, stats
 
-from descant.decoding.processors.gumbel import GumbelWatermarkLogitsProcessor
-from descant.decoding.watermark.gumbel import GumbelScheme
-from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
-from descant.decoding.watermark.schemes.gumbel import KeyedUniforms
+from descant.config.watermarking_config import GumbelWatermarkingConfig
+from descant.decoding.watermark.gumbel import GumbelScheme, GumbelWatermarkLogitsProcessor, KeyedUniforms
 from descant.errors import InputError
 
 KEY = 4242

@@ -13,10 +13,16 @@ import pytest
 
 from descant import InputError
 from descant.decoding.watermark.detection import Detection
-from descant.decoding.watermark.explain import VERDICT_TEXTS, explain_verdict, format_p_value, summary_items
-from descant.decoding.watermark.html_report import render_report
-from descant.decoding.watermark.scores import TokenScores
-from descant.decoding.watermark.spans import split_spans, to_printable
+from descant.decoding.watermark.report import (
+    VERDICT_TEXTS,
+    explain_verdict,
+    format_p_value,
+    render_report,
+    split_spans,
+    summary_items,
+    to_printable,
+)
+from descant.decoding.watermark.statistics import TokenScores
 
 MEANS = {"green list": 0.25, "synthid": 0.5, "gumbel": 1.0}
 

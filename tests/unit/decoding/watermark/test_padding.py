@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import descant
-from descant.decoding.watermark.padding import PaddingTokens
+from descant.decoding.watermark.statistics import PaddingTokens
 
 PAD, END, BEGIN, SIZE = 0, 2, 1, 211
 CONFIG = SimpleNamespace(vocab_size=SIZE, pad_token_id=PAD, eos_token_id=END, bos_token_id=BEGIN)

@@ -12,15 +12,20 @@ import pytest
 import torch
 
 import descant
-from descant.decoding.watermark import detection
-from descant.decoding.watermark.detection import MARKED, TOO_SHORT, Detection, Detector
-from descant.decoding.watermark.retokenize import retokenizations
-from descant.decoding.watermark.scheme_factory import build_schemes
-from descant.decoding.watermark.schemes import (
+from descant.config.watermarking_config import (
     BaseWatermarkingConfig,
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
+)
+from descant.decoding.watermark import detection
+from descant.decoding.watermark.detection import (
+    MARKED,
+    TOO_SHORT,
+    Detection,
+    Detector,
+    build_schemes,
+    retokenizations,
 )
 from descant.errors import InputError
 from tests.support.pretrained import folder, load

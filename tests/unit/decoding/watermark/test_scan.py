@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from descant.decoding.watermark.scan import ScoreWindow, passage_edges, scan_windows, window_grid
-from descant.decoding.watermark.scores import TokenScores
+from descant.decoding.watermark.detection import ScoreWindow, passage_edges, scan_windows, window_grid
+from descant.decoding.watermark.statistics import TokenScores
 from tests.unit.decoding.watermark.fakes import Counting
 
 

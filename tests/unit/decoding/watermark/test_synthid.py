@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from descant.decoding.processors.synthid import SynthIDTextWatermarkLogitsProcessor
-from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
-from descant.decoding.watermark.schemes.synthid import Tournament, get_tournament
-from descant.decoding.watermark.statistics import binomial_tail, weighted_tail
+from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
+from descant.decoding.watermark.statistics import weighted_tail
 from descant.decoding.watermark.synthid import (
     SynthIDScheme,
     SynthIDTextWatermarkDetector,
+    SynthIDTextWatermarkLogitsProcessor,
+    Tournament,
+    get_tournament,
     mean_score,
     round_weights,
     weighted_mean_score,
@@ -28,7 +29,6 @@ from descant.decoding.watermark.synthid import (
 from descant.errors import InputError
 
 KEYS = (91, -7, 2**40 + 5, 65_530, 4, 12_345, 777, 2**50, 31)
-WEIGHTINGS = ("weighted", "mean")
 END = 499
 
 
@@ -89,14 +89,13 @@ def slow_evidence(known, ids, weights):
 
 
 @pytest.mark.parametrize("given", [{}, {"sampling_table_size": 999}, {"context_history_size": 2}])
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_evidence(weighting, given):
+def test_evidence(given):
     known = settings(ngram_len=3, **given)
-    weights = round_weights(9) if weighting == "weighted" else [1 / 9] * 9
+    weights = round_weights(9)
     rng, dropped = random.Random(2), 0
     for sorts in (2, 4, 10**5):
         ids = [rng.randrange(sorts) for _ in range(60)]
-        found = SynthIDScheme(known, weighting).score_tokens(np.array(ids))
+        found = SynthIDScheme(known).score_tokens(np.array(ids))
         wanted = slow_evidence(known, ids, weights)
         assert np.flatnonzero(found.mask).tolist() == list(wanted)
         assert found.values[found.mask] == pytest.approx(list(wanted.values()), abs=1e-12)
@@ -134,9 +133,6 @@ def test_rounds_with_the_same_key_count_once():
     """As 65536 divides the difference of two keys, their coins are the same ones."""
     twice, once = settings(keys=(5, 9, 65_541)), settings(keys=(5, 9))
     ids = np.array([random.Random(1).randrange(900) for _ in range(80)])
-    both = [SynthIDScheme(one, "mean").score_tokens(ids).values for one in (twice, once)]
-    assert both[0] == pytest.approx(both[1])
-    assert SynthIDScheme(twice, "mean").null_std == pytest.approx(SynthIDScheme(once, "mean").null_std)
     heavy = SynthIDScheme(twice)
     coins = (
         get_tournament(once)
@@ -152,16 +148,15 @@ def test_rounds_with_the_same_key_count_once():
 
 
 # -------------------------------------------------------------------------------- statistics
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("size", [2**16, 1000])
-def test_unmarked_text_is_unremarkable_under_random_keys(size, weighting):
+def test_unmarked_text_is_unremarkable_under_random_keys(size):
     """Over keys what people wrote has the promised mean and spread, and p-values keep their word."""
     rng, people = random.Random(5), human_texts()
     assert len(people) >= 25
     z, p = [], []
     for _ in range(40):
         known = settings(keys=random_keys(rng), sampling_table_size=size)
-        scheme = SynthIDScheme(known, weighting)
+        scheme = SynthIDScheme(known)
         z += [z_of(scheme, ids) for ids in people]
         p += [p_of(scheme, ids) for ids in people[::3]]
     spread = 4 / math.sqrt(len(z))
@@ -181,21 +176,20 @@ def test_counting_repeats_would_be_seen():
         game, tokens = get_tournament(known), torch.tensor(ids)
         coins = game.g_values(game.context_hashes(tokens[:-1]), tokens[4:]).double().mean(1)
         again.append(float((coins - game.ones_fraction).sum()) / math.sqrt(len(coins) * 0.25 / 9))
-        assert abs(z_of(SynthIDScheme(known, "mean"), ids)) < 5
+        assert abs(z_of(SynthIDScheme(known), ids)) < 5
     assert np.std(again) > 1.5
 
 
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
-def test_tails_are_those_of_the_table_s_own_ones(weighting):
+def test_tails_are_those_of_the_table_s_own_ones():
     """Also where the table is so small that its ones are far from a half."""
     known = next(
         settings(keys=KEYS[:3], sampling_table_size=12, sampling_table_seed=seed)
         for seed in itertools.count()
         if get_tournament(settings(sampling_table_size=12, sampling_table_seed=seed)).ones_fraction == 0.25
     )
-    scheme = SynthIDScheme(known, weighting)
+    scheme = SynthIDScheme(known)
     assert scheme.null_mean == 0.25
-    weights = round_weights(3) if weighting == "weighted" else np.full(3, 1 / 3)
+    weights = round_weights(3)
     assert scheme.null_std == pytest.approx(math.sqrt(0.1875 * (weights**2).sum()))
     sums = [
         (float(np.dot(coins, np.tile(weights, 2))), 0.25 ** sum(coins) * 0.75 ** (6 - sum(coins)))
@@ -207,24 +201,20 @@ def test_tails_are_those_of_the_table_s_own_ones(weighting):
 
 
 def test_tails_are_the_statistics_own():
-    plain, heavy = SynthIDScheme(settings(), "mean"), SynthIDScheme(settings())
-    assert plain.p_value(100, 56.0) == binomial_tail(900, 504, plain.null_mean)
-    assert plain.p_value(100, 56.0 + 1e-5) == binomial_tail(900, 505, plain.null_mean)
+    heavy = SynthIDScheme(settings())
     assert heavy.p_value(100, 56.0) == weighted_tail(100, round_weights(9), heavy.null_mean, 56.0)
     assert 1e-6 < heavy.p_value(100, 56.0) < 1e-3
 
 
-@pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("size", [2**16, 999])
-def test_marked_text_is_found_and_under_other_keys_is_not(size, weighting):
+def test_marked_text_is_found_and_under_other_keys_is_not(size):
     known, rng = settings(sampling_table_size=size), random.Random(7)
     marked = texts(known)
-    scheme = SynthIDScheme(known, weighting)
+    scheme = SynthIDScheme(known)
     assert all(p_of(scheme, ids) < 1e-6 for ids in marked)
     assert all(scheme.score_tokens(ids.numpy()).values.sum() > 140 * scheme.min_marked_mean for ids in marked)
     other = [
-        p_of(SynthIDScheme(settings(keys=random_keys(rng), sampling_table_size=size), weighting), ids)
-        for ids in marked
+        p_of(SynthIDScheme(settings(keys=random_keys(rng), sampling_table_size=size)), ids) for ids in marked
     ]
     assert min(other) > 1e-4
 
@@ -241,11 +231,6 @@ def test_a_cold_text_is_still_above_the_weakest():
 def test_weights_fall_from_ten_to_one():
     assert round_weights(1).tolist() == [1.0]
     assert round_weights(10) == pytest.approx(np.arange(10, 0, -1) / 55)
-
-
-def test_a_strange_weighting_is_refused():
-    with pytest.raises(InputError, match=r"weighting.*weighted, mean.*median"):
-        SynthIDScheme(settings(), "median")
 
 
 # --------------------------------------------------------------------------------- detectors

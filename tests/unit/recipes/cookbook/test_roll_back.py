@@ -89,6 +89,7 @@ def reference(model: Chain, length: int, period: int, repeats: int, most: int) -
     return text
 
 
+@pytest.mark.ci_cases("6-3", "3-2", "1-2")
 @pytest.mark.parametrize(("period", "repeats"), [(1, 2), (3, 2), (6, 2), (3, 3), (6, 3)])
 def test_it_is_what_a_text_written_anew_would_be(period, repeats):
     left = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -12,21 +13,17 @@ from torch import Tensor
 
 from descant.core.context import row_params
 from descant.core.interfaces import Array, NoiseSource, RankGroup, StopCondition
-from descant.core.records import ForwardOutput, Hypothesis, Proposal, Selection
-from descant.core.request_fault import RequestFault
+from descant.core.records import ForwardOutput, Hypothesis, Proposal, RequestFault, Selection
 from descant.core.rows import Rows, index_rows
 from descant.decoding.constraints import ConstraintListState
-from descant.decoding.strategies.beams.beam import BeamSearch
-from descant.decoding.strategies.beams.candidates import (
+from descant.decoding.strategies.beams.beam import (
     LIMIT_REASONS,
     BeamCandidates,
     BeamGroup,
+    BeamSearch,
     BeamSettings,
 )
-from descant.decoding.strategies.beams.finished_pool import bank_order, top_unfinished
 from descant.errors import InputError
-
-__all__ = ["ConstrainedBeamSearch", "ConstrainedCandidate", "advancing_tokens", "allocate_by_bank"]
 
 
 class ConstrainedCandidate(NamedTuple):
@@ -36,7 +33,7 @@ class ConstrainedCandidate(NamedTuple):
     token: int
     sum_logprob: float
     constraint_state: ConstraintListState  # after the token
-    finish_reason: str | None  # why it is truncated; None: it is not
+    finish_reason: str | None = None  # why it is truncated; None: it is not
 
 
 class ConstrainedBeamSearch(BeamSearch):
@@ -61,53 +58,49 @@ class ConstrainedBeamSearch(BeamSearch):
     ) -> None:
         super().__init__(settings, noise, stop, rank_group)
         self._constraint_states: dict[int, dict[int, ConstraintListState]] = {}  # by request and slot
-        self._next_states: dict[
-            int, dict[int, ConstraintListState]
-        ] = {}  # after this step, by request and slot
         self._token_states: dict[tuple[int, int], ConstraintListState] = {}  # by row and token, in this step
-        self._unmet_truncated: dict[
-            int, list[Hypothesis]
-        ] = {}  # unmet constraints, truncated by length or time
-        self._unmet_finished: dict[int, list[Hypothesis]] = {}  # unmet constraints, finished by a token
+        self._unmet: dict[int, list[tuple[bool, Hypothesis]]] = {}  # finished with unmet ones
 
     def select(self, rows: Rows, proposal: Proposal, output: ForwardOutput) -> Selection:
         """Continue every request with its best candidates; finished requests are removed."""
-        self._token_states, self._next_states = {}, {request: {} for request in set(rows.request.tolist())}
+        self._token_states = {}
         selection = super().select(rows, proposal, output)
-        self._constraint_states |= self._next_states
+        assert selection.parents is not None
+        assert selection.slot is not None
+        assert selection.host_tokens is not None
+        chosen = zip(selection.parents.tolist(), selection.host_tokens.tolist(), strict=True)
+        states = [self._state_after(rows, row, token) for row, token in chosen]
+        next_states: dict[int, dict[int, ConstraintListState]] = {}
+        places = zip(rows.request[selection.parents].tolist(), selection.slot.tolist(), states, strict=True)
+        for request, slot, state in places:
+            next_states.setdefault(request, {})[slot] = state
+        self._constraint_states |= next_states
         for request in (*selection.finished, *selection.failed):
             self._constraint_states.pop(request, None)
-        return selection
+        steps = torch.tensor([state.steps_met for state in states], dtype=torch.long)
+        return selection._replace(columns={**selection.columns, "constraint_steps": steps})
 
     def drop(self, request: int) -> None:
         """Discard a request."""
         super().drop(request)
-        for by_request in (self._constraint_states, self._unmet_truncated, self._unmet_finished):
-            by_request.pop(request, None)
+        self._constraint_states.pop(request, None)
+        self._unmet.pop(request, None)
 
     def checkpoint(self) -> Callable[[], None]:
         """A function that restores the pools and constraint states of now."""
-        restore_pools, states = super().checkpoint(), dict(self._constraint_states)
-        truncated, finished = (
-            {request: list(unmet) for request, unmet in by_request.items()}
-            for by_request in (self._unmet_truncated, self._unmet_finished)
-        )
+        restore_pools, states, unmet = super().checkpoint(), dict(self._constraint_states), dict(self._unmet)
 
         def restore() -> None:
             restore_pools()
-            self._constraint_states, self._unmet_truncated, self._unmet_finished = states, truncated, finished
+            self._constraint_states, self._unmet = states, unmet
 
         return restore
 
     def finished_so_far(self, request: int) -> list[Hypothesis]:
         """The request's finished hypotheses, best first; those with unmet constraints come last."""
-        hypotheses = super().finished_so_far(request)
-        for unmet in (self._unmet_truncated, self._unmet_finished):
-            hypotheses += sorted(
-                unmet.get(request, ()),
-                key=lambda hypothesis: (len(hypothesis.unmet_constraints or ()), -(hypothesis.score or 0.0)),
-            )
-        return hypotheses
+        return super().finished_so_far(request) + [
+            hypothesis for _, hypothesis in self._unmet.get(request, ())
+        ]
 
     def _has_results(self, group: BeamGroup) -> Array:
         return np.array([bool(self.finished_so_far(request)) for request in group.requests.tolist()])
@@ -115,59 +108,46 @@ class ConstrainedBeamSearch(BeamSearch):
     def _select_group(self, rows: Rows, scores: Tensor, group: BeamGroup) -> Selection:
         return self._select_group_tokens(rows, scores, group)[0]
 
-    def _select_group_tokens(self, rows: Rows, scores: Tensor, group: BeamGroup) -> tuple[Selection, Array]:
-        """One step of a group, and the chosen tokens [B, W]."""
-        candidates = self._top_candidates(rows, scores, group)
-        ended = candidates.reason_mask("eos", "stop")
-        best = top_unfinished(candidates.sum_logprobs, ended, self._settings.group_size)
-        unconstrained = self._unconstrained_candidates(rows, candidates, ended, best)
-        advancing = self._advancing_candidates(rows, scores, group, unconstrained)
-        chosen = [
-            allocate_by_bank(likely, extra, self._settings.group_size)
-            for likely, extra in zip(unconstrained, advancing, strict=True)
-        ]
+    def _choose_beams(
+        self, rows: Rows, scores: Tensor, group: BeamGroup, candidates: BeamCandidates, ended: Array
+    ) -> BeamCandidates:
+        """The group's beams [B, W], allocated by the constraint steps they have met."""
+        width = self._settings.group_size
+        best = candidates.top(ended, width)
+        likely = [self._likely_candidates(rows, best, index) for index in range(len(group.rows))]
+        advancing = self._advancing_candidates(rows, scores, group, likely)
+        chosen = [allocate_by_bank(*both, width) for both in zip(likely, advancing, strict=True)]
         self._keep_completed(rows, scores, group, chosen)
-        finished = self._route_finished(rows, group, candidates, ended)
-        continues = self._finished_pools.can_improve(
-            group.pool_indices, group.scoring, candidates.sum_logprobs[:, 0]
+        shape = best.sum_logprobs.shape[0], width
+        truncated = {name: np.zeros(shape, dtype=bool) for name in LIMIT_REASONS}
+        kept = BeamCandidates(
+            np.full(shape, -np.inf, dtype=np.float32),
+            candidates.parent_rows[:, :1].repeat(width, 1),
+            candidates.parent_slots[:, :1].repeat(width, 1),
+            np.zeros(shape, dtype=np.int64),
+            list(truncated.items()),
         )
-        kept = self._as_beam_candidates(rows, candidates, chosen)
-        truncated = kept.reason_mask(*LIMIT_REASONS)
-        if truncated.any():
-            finished += self._route_finished(
-                rows, group, kept, truncated & continues[:, None], truncated=True
-            )
-            continues &= ~truncated.any(1)
-        rank = np.broadcast_to(np.arange(kept.sum_logprobs.shape[1]), kept.sum_logprobs.shape)
-        for index in np.flatnonzero(continues).tolist():
-            states = self._next_states[int(group.requests[index])]
-            for slot, entry in enumerate(chosen[index]):
-                states[slot + group.group_index * self._settings.group_size] = entry.constraint_state
-        tokens = np.where(kept.sum_logprobs > -np.inf, kept.tokens.numpy(), -1)
-        selection = self._build_selection(rows, group, kept, rank, kept.sum_logprobs, continues)
-        selection = selection._replace(finished_sequences=finished)
-        return self._with_constraint_steps(rows, selection), tokens
-
-    def _with_constraint_steps(self, rows: Rows, selection: Selection) -> Selection:
-        """The selection with the number of constraint steps each row has met."""
-        assert selection.parents is not None
-        assert selection.slot is not None
-        keys = zip(rows.request[selection.parents].tolist(), selection.slot.tolist(), strict=True)
-        steps_met = torch.tensor(
-            [self._next_states[request][slot].steps_met for request, slot in keys], dtype=torch.long
-        )
-        return selection._replace(columns={**selection.columns, "constraint_steps": steps_met})
+        is_fresh, slots = (rows.length == rows.prompt_length).numpy(), rows.slot.numpy()
+        for index, entries in enumerate(chosen):
+            for rank, entry in enumerate(entries):
+                place = index, rank
+                kept.sum_logprobs[place], kept.tokens[place] = entry.sum_logprob, entry.token
+                kept.parent_rows[place] = entry.row
+                if not is_fresh[entry.row]:
+                    kept.parent_slots[place] = slots[entry.row]
+                if entry.finish_reason is not None:
+                    truncated[entry.finish_reason][place] = True
+        return kept
 
     # -------------------------------------------------------------------- candidates
     def _row_state(self, rows: Rows, row: int) -> ConstraintListState:
         """The constraint state of a row."""
-        request, slot = int(rows.request[row]), int(rows.slot[row])
         if rows.length[row] == rows.prompt_length[row]:
             states = row_params(rows).values["constraint_state"]
             assert not isinstance(states, Tensor)
             initial: ConstraintListState = states[row]
             return initial.copy(stateful=False)
-        return self._constraint_states[request][slot]
+        return self._constraint_states[int(rows.request[row])][int(rows.slot[row])]
 
     def _state_after(self, rows: Rows, row: int, token: int) -> ConstraintListState:
         """The constraint state of a row after one more token."""
@@ -179,196 +159,124 @@ class ConstrainedBeamSearch(BeamSearch):
             self._token_states[row, token] = state
         return state
 
-    def _unconstrained_candidates(
-        self, rows: Rows, candidates: BeamCandidates, ended: Array, best: Array
-    ) -> list[list[ConstrainedCandidate]]:
-        """The candidates that plain beam search would keep, by request."""
+    def _likely_candidates(self, rows: Rows, best: BeamCandidates, index: int) -> list[ConstrainedCandidate]:
+        """The candidates of a request that plain beam search would keep."""
         entries = []
-        for index, ranks in enumerate(best.tolist()):
-            kept = []
-            for rank in ranks:
-                score = float(candidates.sum_logprobs[index, rank])
-                if ended[index, rank] or score == -np.inf:
-                    continue
-                row, token = int(candidates.parent_rows[index, rank]), int(candidates.tokens[index, rank])
-                reason = (
-                    candidates.finish_reason(index, rank) if candidates.finished_mask[index, rank] else None
-                )
-                kept.append(
-                    ConstrainedCandidate(row, token, score, self._state_after(rows, row, token), reason)
-                )
-            entries.append(kept)
+        finished = best.reason_mask()[index]
+        for rank in np.flatnonzero(best.sum_logprobs[index] > -np.inf).tolist():
+            row, token = int(best.parent_rows[index, rank]), int(best.tokens[index, rank])
+            state, total = self._state_after(rows, row, token), float(best.sum_logprobs[index, rank])
+            reason = best.finish_reason(index, rank) if finished[rank] else None
+            entries.append(ConstrainedCandidate(row, token, total, state, reason))
         return entries
 
     def _advancing_candidates(
-        self, rows: Rows, scores: Tensor, group: BeamGroup, entries: Sequence[Sequence[ConstrainedCandidate]]
+        self, rows: Rows, scores: Tensor, group: BeamGroup, likely: Sequence[Sequence[ConstrainedCandidate]]
     ) -> list[list[ConstrainedCandidate]]:
         """Further candidates that advance a constraint, by request."""
-        pairs: list[tuple[int, int, int]] = []
-        advancing: list[list[ConstrainedCandidate]] = [[] for _ in entries]
-        waiting: list[tuple[int, int]] = []  # rows in a constraint gap, where no token advances
-        for index, candidates in enumerate(entries):
-            known = {(entry.row, entry.token) for entry in candidates}
+        pairs: list[tuple[int, int]] = []
+        waiting: list[int] = []  # rows in a constraint gap, where no token advances
+        for index, candidates in enumerate(likely):
             states = {row: self._row_state(rows, row) for row in group.rows[index].tolist()}
             rows_with_candidates = {entry.row for entry in candidates}
             with _user_code(int(group.requests[index])):
-                pairs += [(index, *pair) for pair in advancing_tokens(states, known, scores.shape[1])]
+                known = {(entry.row, entry.token) for entry in candidates}
+                pairs += advancing_tokens(states, known, scores.shape[1])
                 waiting += [
-                    (index, row)
+                    row
                     for row, state in states.items()
                     if row not in rows_with_candidates and not state.completed and state.advance() is None
                 ]
-        for index, entry in zip(
-            (index for index, *_ in pairs), self._make_candidates(rows, scores, pairs), strict=True
-        ):
-            advancing[index] += [] if entry is None else [entry]
-        for index, entry in self._best_continuations(rows, scores, waiting):
-            advancing[index].append(entry)
-        return advancing
+        entries = self._make_candidates(rows, scores, pairs) + self._best_continuations(rows, scores, waiting)
+        return [[entry for entry in entries if entry.row in own] for own in group.rows.tolist()]
 
     def _make_candidates(
-        self, rows: Rows, scores: Tensor, pairs: Sequence[tuple[int, int, int]]
-    ) -> list[ConstrainedCandidate | None]:
-        """Candidates for (index, row, token); None where one is impossible or finishes by its token."""
+        self, rows: Rows, scores: Tensor, pairs: Sequence[tuple[int, int]]
+    ) -> list[ConstrainedCandidate]:
+        """Candidates for (row, token), without those that are impossible or finish by their token."""
         if not pairs:
             return []
-        _, parents, tokens = torch.tensor(pairs).T
+        parents, tokens = torch.tensor(pairs).T
         device = scores.device
         sums = scores[parents.to(device), tokens.to(device)] + rows.column("score")[parents].to(device)
-        bits = sums.contiguous().view(torch.int32).long()
-        bits = (bits if self._rank_group is None else self._rank_group.broadcast(bits)).cpu()
-        values = bits.to(torch.int32).view(torch.float32).tolist()
+        values = self._to_host(sums[:, None], tokens[:, None].to(device))[0][:, 0].tolist()
         reasons = self._stop.finish_reasons(rows, parents, tokens)
-        entries: list[ConstrainedCandidate | None] = []
-        for position, (_, row, token) in enumerate(pairs):
-            row_reasons = [name for name, mask in reasons if mask[position]]
-            is_valid = values[position] > -np.inf and all(name in LIMIT_REASONS for name in row_reasons)
-            state = self._state_after(rows, row, token) if is_valid else None
-            entries.append(
-                None
-                if state is None
-                else ConstrainedCandidate(
-                    row, token, values[position], state, row_reasons[0] if row_reasons else None
-                )
-            )
+        entries = []
+        for position, ((row, token), total) in enumerate(zip(pairs, values, strict=True)):
+            own_reasons = [name for name, mask in reasons if mask[position]]
+            if total > -np.inf and all(name in LIMIT_REASONS for name in own_reasons):
+                state = self._state_after(rows, row, token)
+                entries.append(ConstrainedCandidate(row, token, total, state, *own_reasons[:1]))
         return entries
 
     def _best_continuations(
-        self, rows: Rows, scores: Tensor, waiting: Sequence[tuple[int, int]]
-    ) -> list[tuple[int, ConstrainedCandidate]]:
-        """The most likely candidate that does not finish, for each (index, row)."""
+        self, rows: Rows, scores: Tensor, waiting: Sequence[int]
+    ) -> list[ConstrainedCandidate]:
+        """The most likely candidate of each waiting row that does not finish."""
         if not waiting:
             return []
-        index = torch.tensor([row for _, row in waiting])
-        top = index_rows(scores, index).topk(min(self._settings.candidates_per_beam, scores.shape[1])).indices
+        count = min(self._settings.candidates_per_beam, scores.shape[1])
+        top = index_rows(scores, torch.tensor(waiting)).topk(count).indices
         top = (top if self._rank_group is None else self._rank_group.broadcast(top)).cpu()
-        pairs = [
-            (request_index, row, token)
-            for (request_index, row), tokens in zip(waiting, top.tolist(), strict=True)
-            for token in tokens
-        ]
-        best: dict[tuple[int, int], ConstrainedCandidate] = {}
-        for (request_index, row, _), entry in zip(
-            pairs, self._make_candidates(rows, scores, pairs), strict=True
-        ):
-            if entry is not None:
-                best.setdefault((request_index, row), entry)
-        return [(request_index, entry) for (request_index, _), entry in best.items()]
+        pairs = [(row, token) for row, tokens in zip(waiting, top.tolist(), strict=True) for token in tokens]
+        best: dict[int, ConstrainedCandidate] = {}
+        for entry in self._make_candidates(rows, scores, pairs):
+            best.setdefault(entry.row, entry)
+        return list(best.values())
 
     def _keep_completed(
         self, rows: Rows, scores: Tensor, group: BeamGroup, chosen: list[list[ConstrainedCandidate]]
     ) -> None:
         """Keep one row that meets all constraints if no other does and too few tokens are left."""
         tokens_left = group.scoring.max_new_tokens - group.scoring.num_new_tokens
-        completed_rows = []
         for index in np.flatnonzero(self._finished_pools.is_empty(group.pool_indices)).tolist():
             states = {row: self._row_state(rows, row) for row in group.rows[index].tolist()}
-            initial = next(iter(states.values())).copy(stateful=False)
+            initial, entries = next(iter(states.values())).copy(stateful=False), chosen[index]
             with _user_code(int(group.requests[index])):
                 is_late = tokens_left[index] < initial.min_tokens_left
-            if (
-                is_late
-                and chosen[index]
-                and not any(entry.constraint_state.completed for entry in chosen[index])
-            ):
-                completed_rows += [(index, row) for row, state in states.items() if state.completed]
-        best: dict[int, ConstrainedCandidate] = {}
-        for index, entry in self._best_continuations(rows, scores, completed_rows):
-            if index not in best or entry.sum_logprob > best[index].sum_logprob:
-                best[index] = entry
-        for index, entry in best.items():
-            chosen[index][-1 if len(chosen[index]) == self._settings.group_size else len(chosen[index]) :] = [
-                entry
-            ]
-
-    def _as_beam_candidates(
-        self, rows: Rows, candidates: BeamCandidates, chosen: Sequence[Sequence[ConstrainedCandidate]]
-    ) -> BeamCandidates:
-        """The chosen entries as candidates [B, W], padded with sum -inf."""
-        shape = (len(chosen), self._settings.group_size)
-        sums = np.full(shape, -np.inf, dtype=candidates.sum_logprobs.dtype)
-        parents, tokens = (
-            candidates.parent_rows[:, :1].repeat(1, shape[1]),
-            torch.zeros(shape, dtype=torch.long),
-        )
-        truncated = {name: np.zeros(shape, dtype=bool) for name in LIMIT_REASONS}
-        for index, entries in enumerate(chosen):
-            for rank, entry in enumerate(entries):
-                sums[index, rank], parents[index, rank], tokens[index, rank] = (
-                    entry.sum_logprob,
-                    entry.row,
-                    entry.token,
-                )
-                if entry.finish_reason is not None:
-                    truncated[entry.finish_reason][index, rank] = True
-        finished = np.logical_or.reduce(list(truncated.values()))
-        reasons = [(name, mask.flatten()) for name, mask in truncated.items() if mask.any()]
-        slots = rows.slot[parents]
-        initial_slots = candidates.parent_slots[:, :1].expand_as(slots)
-        slots = torch.where(rows.length[parents] == rows.prompt_length[parents], initial_slots, slots)
-        return BeamCandidates(sums, parents, slots, tokens, finished, reasons)
+            if is_late and entries and not any(entry.constraint_state.completed for entry in entries):
+                completed = [row for row, state in states.items() if state.completed]
+                best = self._best_continuations(rows, scores, completed)
+                if best:
+                    del entries[self._settings.group_size - 1 :]
+                    entries.append(max(best, key=lambda entry: entry.sum_logprob))
 
     # -------------------------------------------------------------------- finished hypotheses
-    def _route_finished(
-        self, rows: Rows, group: BeamGroup, candidates: BeamCandidates, ready: Array, truncated: bool = False
+    def _add_finished(
+        self, rows: Rows, group: BeamGroup, candidates: BeamCandidates, ready: Array
     ) -> list[tuple[int, Hypothesis]]:
         """Offer finished candidates that meet all constraints to the pools; keep the others aside."""
-        width = candidates.sum_logprobs.shape[1] if truncated else self._settings.group_size
-        is_met = np.zeros_like(ready)
-        finished = []
+        is_met, finished = ready.copy(), []
+        ended = candidates.reason_mask("eos", "stop")  # also at the last token, whose reason is "length"
         scores = group.scoring.normalized_scores(candidates.sum_logprobs)
-        for index, rank in np.argwhere(
-            ready[:, :width] & (candidates.sum_logprobs[:, :width] > -np.inf)
-        ).tolist():
+        for index, rank in np.argwhere(ready & (candidates.sum_logprobs > -np.inf)).tolist():
             row, token = int(candidates.parent_rows[index, rank]), int(candidates.tokens[index, rank])
             if self._state_after(rows, row, token).completed:
-                is_met[index, rank] = True
                 continue
+            is_met[index, rank] = False
             tokens = rows.tokens[row].cpu()
-            hypothesis = self._hypothesis(rows, candidates, index, rank, float(scores[index, rank]), tokens)
-            finished.append(hypothesis)
-            unmet = (self._unmet_truncated if truncated else self._unmet_finished).setdefault(
-                int(group.requests[index]), []
-            )
-            unmet.append(hypothesis[1])
-            unmet.sort(key=lambda other: (len(other.unmet_constraints or ()), -(other.score or 0.0)))
-            del unmet[self._settings.num_beams :]
-        return finished + self._add_finished(rows, group, candidates, is_met, include_all=truncated)
+            hypothesis = self._hypothesis(rows, candidates, (index, rank), float(scores[index, rank]), tokens)
+            finished.append((row, hypothesis))
+            request = int(group.requests[index])
+            entry = bool(ended[index, rank]), hypothesis
+            unmet = sorted((*self._unmet.get(request, ()), entry), key=_unmet_order)
+            self._unmet[request] = unmet[: self._settings.num_beams]
+        return finished + super()._add_finished(rows, group, candidates, is_met)
 
     def _hypothesis(
-        self,
-        rows: Rows,
-        candidates: BeamCandidates,
-        index: int,
-        rank: int,
-        score: float,
-        parent_tokens: Tensor,
-    ) -> tuple[int, Hypothesis]:
-        """A candidate as a finished hypothesis, with its parent row."""
-        row, hypothesis = super()._hypothesis(rows, candidates, index, rank, score, parent_tokens)
-        state = self._state_after(rows, row, int(candidates.tokens[index, rank]))
+        self, rows: Rows, candidates: BeamCandidates, place: tuple[int, int], score: float, row_tokens: Tensor
+    ) -> Hypothesis:
+        """A candidate as a finished hypothesis, with what it has met."""
+        hypothesis = super()._hypothesis(rows, candidates, place, score, row_tokens)
+        state = self._state_after(rows, int(candidates.parent_rows[place]), int(candidates.tokens[place]))
         hypothesis.unmet_constraints, hypothesis.constraint_steps = state.unmet_indices, state.steps_met
-        return row, hypothesis
+        return hypothesis
+
+
+def _unmet_order(entry: tuple[bool, Hypothesis]) -> tuple[bool, int, float]:
+    """Those that were truncated first, then by the number of unmet constraints and by score."""
+    ended, hypothesis = entry
+    return ended, len(hypothesis.unmet_constraints or ()), -(hypothesis.score or 0.0)
 
 
 @contextmanager
@@ -377,7 +285,7 @@ def _user_code(request: int) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise RequestFault(request, error) from error
+        raise RequestFault({request: error}) from error
 
 
 def advancing_tokens(
@@ -398,10 +306,15 @@ def advancing_tokens(
 def allocate_by_bank(
     likely: list[ConstrainedCandidate], advancing: list[ConstrainedCandidate], width: int
 ) -> list[ConstrainedCandidate]:
-    """`width` of both kinds of candidates, the best of every bank first."""
+    """`width` of both kinds of candidates: the best of every bank, then the second best, and so on.
+
+    A bank is the number of constraint steps a candidate has met; higher banks come first (Post and Vilar
+    2018, arXiv 1804.06609).
+    """
     if not advancing:
         return likely
-    both = likely + advancing
-    banks = np.array([entry.constraint_state.get_bank() for entry in both])
-    sums = np.array([entry.sum_logprob for entry in both])
-    return [both[index] for index in bank_order(banks, sums, width)]
+    banks: dict[int, list[ConstrainedCandidate]] = {}
+    for entry in sorted(likely + advancing, key=lambda entry: -entry.sum_logprob):
+        banks.setdefault(entry.constraint_state.get_bank(), []).append(entry)
+    ranks = zip_longest(*(banks[bank] for bank in sorted(banks, reverse=True)))
+    return [entry for rank in ranks for entry in rank if entry is not None][:width]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from descant.core.interfaces import Array
+from descant.core.records import Hypothesis
 
-__all__ = ["BeamScoring", "FinishedHypotheses", "bank_order", "top_unfinished"]
-
-HypothesisFactory = Callable[[Sequence[tuple[int, int, float]]], Sequence[Any]]
+HypothesisFactory = Callable[[Sequence[tuple[int, int, float]]], Sequence[Hypothesis]]
 
 
 class BeamScoring(NamedTuple):
@@ -38,17 +37,18 @@ class BeamScoring(NamedTuple):
 
 
 class FinishedHypotheses:
-    """The `size` best finished hypotheses of every key, best first."""
+    """The pools of the `size` best finished hypotheses, best first, one for every group of every request."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._keys: Array = np.zeros(0, dtype=np.int64)  # [M] ascending
+    def __init__(self, size: int, num_groups: int = 1) -> None:
+        self.size, self._num_groups = size, num_groups
+        self._keys: Array = np.zeros(0, dtype=np.int64)  # [M] ascending: the groups of a request in a row
         self.scores: Array = np.zeros((0, size))  # [M, S] best first, -inf where empty
         self._entries: Array = np.zeros((0, size), dtype=object)  # [M, S] None where empty
         self._has_entries: tuple[Array, bool] = (self.scores, False)  # whether these scores have any
 
-    def add_keys(self, keys: Array) -> None:
-        """Add an empty pool for every new key."""
+    def add_requests(self, requests: Array) -> None:
+        """Add empty pools for every new request."""
+        keys = (requests[:, None] * self._num_groups + np.arange(self._num_groups)).ravel()
         new = keys[~np.isin(keys, self._keys)]
         if not len(new):
             return
@@ -68,21 +68,22 @@ class FinishedHypotheses:
     def _restore(self, keys: Array, scores: Array, entries: Array) -> None:
         self._keys, self.scores, self._entries = keys, scores, entries
 
-    def remove_key(self, key: int) -> None:
-        """Remove a key's pool."""
-        keep = self._keys != key
+    def remove_request(self, request: int) -> None:
+        """Remove a request's pools."""
+        keep = self._keys // self._num_groups != request
         self._keys, self.scores, self._entries = (
             part[keep] for part in (self._keys, self.scores, self._entries)
         )
 
-    def indices_of(self, keys: Array) -> Array:
-        """The pool index of each key."""
-        return np.searchsorted(self._keys, keys)
+    def indices_of(self, requests: Array, group: int) -> Array:
+        """The index of each request's pool of a group."""
+        return np.searchsorted(self._keys, requests * self._num_groups + group)
 
-    def get(self, key: int) -> list[Any]:
-        """A key's entries, best first."""
-        index = np.flatnonzero(self._keys == key)
-        return [entry for entry in self._entries[index].flatten() if entry is not None]
+    def get(self, request: int) -> list[Hypothesis]:
+        """The hypotheses of all groups of a request, best first."""
+        entries = self._entries[self._keys // self._num_groups == request].flatten()
+        found = [hypothesis for hypothesis in entries if hypothesis is not None]
+        return sorted(found, key=lambda hypothesis: -(hypothesis.score or 0.0))
 
     def is_full(self, indices: Array) -> Array:
         """Which pools are full [B]."""
@@ -99,17 +100,17 @@ class FinishedHypotheses:
             self._has_entries = self.scores, bool((self.scores[:, :1] > -np.inf).any())
         return self._has_entries[1]
 
-    def insert_best(self, indices: Array, scores: Array, make: HypothesisFactory) -> list[Any]:
+    def insert_best(self, indices: Array, scores: Array, make: HypothesisFactory) -> None:
         """Insert the hypotheses that are good enough, from scores [B, n] (-inf: none).
 
-        `make` builds the accepted ones, each given as (request index, rank, score); they are returned.
+        `make` builds the accepted ones, each given as (request index, rank, score).
         """
         merged = np.concatenate((self.scores[indices], scores), 1)
         order = np.argsort(-merged, axis=1, kind="stable")[:, : self.size]
         best = np.take_along_axis(merged, order, 1)
         accepted = np.argwhere((order >= self.size) & (best > -np.inf))
         if not len(accepted):
-            return []
+            return
         requested = [
             (index, order[index, rank] - self.size, best[index, rank]) for index, rank in accepted.tolist()
         ]
@@ -120,7 +121,6 @@ class FinishedHypotheses:
             pools[index, rank] = entry
         self.scores, self._entries = self.scores.copy(), self._entries.copy()
         self.scores[indices], self._entries[indices] = best, pools
-        return list(entries)
 
     def can_improve(self, indices: Array, scoring: BeamScoring, best: Array) -> Array:
         """Which pools a running hypothesis with the sum `best` [B] can still improve."""
@@ -135,18 +135,6 @@ class FinishedHypotheses:
 def top_unfinished(sums: Array, finished: Array, width: int) -> Array:
     """The ranks of the `width` best candidates that do not finish [B, W]."""
     return np.argsort(-np.where(finished, -np.inf, sums), axis=1, kind="stable")[:, :width]
-
-
-def bank_order(banks: Array, sums: Array, width: int) -> Array:
-    """The order in which candidates are kept: the best of every bank, then the second best, and so on.
-
-    A bank is the number of constraint steps a candidate has met; higher banks come first (Post and Vilar
-    2018, arXiv 1804.06609).
-    """
-    order = np.lexsort((-sums, -banks))
-    _, bank_index = np.unique(-banks[order], return_inverse=True)
-    rank = np.arange(len(order)) - np.searchsorted(bank_index, bank_index)
-    return np.asarray(order[np.lexsort((bank_index, rank))][:width])
 
 
 def _length_norms(lengths: Array, penalties: Array) -> Array:

@@ -58,7 +58,7 @@ descant.layout = (() => {
   }
 
   // ------------------------------------------------------------------ lanes
-  function chainsOf(nodes, { children, byDepth, main, rank }) {
+  function chainsOf(nodes, { byDepth, main, rank }) {
     const chains = [];
     for (const level of byDepth) {
       for (const at of level) {

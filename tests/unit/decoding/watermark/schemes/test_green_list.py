@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from descant.decoding.watermark.schemes import WatermarkingConfig
-from descant.decoding.watermark.schemes import green_list as module
-from descant.decoding.watermark.schemes.green_list import GreenList, get_green_list
+from descant.config.watermarking_config import WatermarkingConfig
+from descant.decoding.watermark import green_list as module
+from descant.decoding.watermark.green_list import GreenList, get_green_list
 from descant.errors import ConfigError
 
 KEYS = (1, 15485863, 2**31, 2**32 + 1, 2**63 - 1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from descant.decoding.watermark.schemes import GumbelWatermarkingConfig
-from descant.decoding.watermark.schemes.gumbel import KeyedUniforms, get_keyed_uniforms
+from descant.config.watermarking_config import GumbelWatermarkingConfig
+from descant.decoding.watermark.gumbel import KeyedUniforms, get_keyed_uniforms
 
 WORD = 2**32 - 1
 

@@ -10,13 +10,13 @@ import warnings
 import pytest
 
 from descant import ConfigError, InputError
-from descant.decoding.watermark.schemes import (
+from descant.config.watermarking_config import (
     GumbelWatermarkingConfig,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
-    keys,
 )
-from descant.decoding.watermark.schemes.keys import (
+from descant.decoding.watermark import keys
+from descant.decoding.watermark.keys import (
     KEY_FILE_VARIABLE,
     KEY_VARIABLE,
     PublicKeyWarning,

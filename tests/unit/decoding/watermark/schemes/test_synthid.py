@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from descant.decoding.watermark.schemes import SynthIDTextWatermarkingConfig
-from descant.decoding.watermark.schemes.synthid import (
+from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
+from descant.decoding.watermark.synthid import (
     Tournament,
     before_eos_mask,
     get_tournament,

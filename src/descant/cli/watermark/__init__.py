@@ -1,0 +1,1 @@
+"""`descant watermark`: detect watermarks in texts, create keys, and train detectors."""

@@ -1,1 +1,0 @@
-"""Guidance: model wrappers that change the next-token distribution."""

@@ -1,1 +1,0 @@
-"""Stop conditions: the checker that ends rows, and the documented `StoppingCriteria`."""

@@ -1,0 +1,1 @@
+"""From a config to a plan: strategy, processors, drafter, wrappers and cache."""

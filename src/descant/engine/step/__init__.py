@@ -1,0 +1,1 @@
+"""One step of every method, its strategy groups and its faults."""

@@ -1,0 +1,155 @@
+"""One step of every method: propose -> forward -> process -> select -> commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from descant.core.interfaces import Model, PromptChunk, RowCache
+from descant.core.records import Hypothesis, Observation, Proposal, Selection
+from descant.core.rows import Rows, index_rows, stable_row_order, take_rows
+from descant.engine.step.faults import Probe, check_logits, retry_forward
+from descant.engine.step.group_merge import merge_proposals, merge_selections, slice_group
+from descant.engine.step.strategy_group import StrategyGroup
+
+Observe = Callable[[Observation], None]
+Capture = Callable[[Rows, Sequence[tuple[int, Hypothesis]], Tensor], None]
+
+
+class StepHooks(NamedTuple):
+    """Followers of a step besides its strategies.
+
+    `capture` gets the sequences that ended, each with the fed row it continued, before the cache drops these
+    rows, and how much of every fed row remains [R] (host).
+    """
+
+    observe: Observe | None = None
+    capture: Capture | None = None
+    probe: Probe | None = None  # feeds the rows of one request alone, to find which one breaks a forward
+    chunks: Sequence[PromptChunk] = ()  # that the forward of a `PackingModel` feeds beside the rows
+
+
+def run_step(
+    model: Model,
+    cache: RowCache,
+    rows: Rows,
+    strategy_groups: Callable[[Rows], Sequence[StrategyGroup]],
+    hooks: StepHooks = StepHooks(),  # noqa: B008 - immutable
+) -> tuple[Rows, list[Selection]]:
+    """Advance every row: one forward for all, one selection per strategy, one commit.
+
+    Whatever is raised, the step has not happened; `RequestFault` names the requests that cannot take part.
+    """
+    groups, fed = strategy_groups(rows), rows
+    proposal = groups[0].propose(rows, cache) if len(groups) == 1 else merge_proposals(rows, groups, cache)
+    if proposal.parents is not None:
+        fed = rows.take(proposal.parents)
+        cache.commit(proposal.parents, fed.cached_length)
+    restore: list[Callable[[], None]] = []
+    try:
+        if proposal.parents is not None:
+            groups = strategy_groups(fed)
+        try:
+            chunks: Mapping[str, Any] = {"chunks": hooks.chunks} if hooks.chunks else {}
+            output = model.forward(fed, proposal, cache, **chunks)
+            if hooks.probe is not None:
+                check_logits(output, fed, proposal)
+        except Exception:
+            if hooks.probe is None:
+                raise
+            output = retry_forward(model, hooks.probe, fed, proposal, cache)
+        selections: list[Selection] = []
+        observations: list[Observation] = []
+        for group in groups:
+            if group.checkpoint is not None:
+                restore.append(group.checkpoint())
+            step = fed, proposal, output
+            if group.index is not None:
+                step = slice_group(*step, group.index)
+            selection, observation = group.select(*step, getattr(hooks.observe, "preview", None))
+            selections.append(selection)
+            observations.append(observation)
+        selection = selections[0] if len(groups) == 1 else merge_selections(fed, groups, selections)
+        if selection.parents is not None:
+            selection = _minimise_moves(selection, selection.parents, len(fed))
+        if hooks.observe is not None:
+            for observation in observations:
+                hooks.observe(observation)
+        next_rows = _append_tokens(fed, proposal, selection)
+        if hooks.capture is not None:
+            _capture_ended(hooks.capture, fed, groups, selections, (selection.parents, next_rows))
+        cache.commit(selection.parents, next_rows.cached_length)
+    except BaseException:
+        for function in restore:
+            function()
+        if proposal.parents is not None:
+            # The first fork of a row has its index, so the others are dropped without a move.
+            cache.commit(torch.arange(len(rows)), rows.cached_length)
+        raise
+    return next_rows, selections
+
+
+def _capture_ended(
+    capture: Capture,
+    rows: Rows,
+    groups: Sequence[StrategyGroup],
+    selections: Sequence[Selection],
+    kept: tuple[Tensor | None, Rows],
+) -> None:
+    """Capture the sequences that end; `kept` are the new rows and the fed row of each."""
+    ended = [
+        (row if group.index is None else int(group.index[row]), sequence)
+        for group, selection in zip(groups, selections, strict=True)
+        for row, sequence in selection.finished_sequences
+    ]
+    if not ended:
+        return
+    parents, next_rows = kept
+    lengths = next_rows.cached_length  # all that are cached of a row without children
+    if parents is not None:
+        lengths = rows.cached_length.scatter(0, parents, lengths)
+    capture(rows, ended, lengths)
+
+
+def _minimise_moves(selection: Selection, parents: Tensor, rows: int) -> Selection:
+    """The same selection of the rows `parents`, ordered so that as few rows as possible move."""
+    order = stable_row_order(parents, rows)
+    if order is None:
+        return selection
+    index = order.numpy()  # torch takes several times as long to index a short column
+    return Selection(
+        index_rows(selection.tokens, order),
+        torch.from_numpy(parents.numpy()[index]),
+        None if selection.accepted is None else selection.accepted[order],
+        None if selection.slot is None else torch.from_numpy(selection.slot.numpy()[index]),
+        {name: take_rows(value, order) for name, value in selection.columns.items()},
+        selection.emit_mode if isinstance(selection.emit_mode, bool) else selection.emit_mode[order],
+    )
+
+
+def _append_tokens(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
+    """The kept rows with their accepted drafts and next token; all but that token is cached."""
+    parents = selection.parents
+    next_rows = rows if parents is None else rows.take(parents, selection.columns)
+    fields: dict[str, Any] = {}
+    if selection.slot is not None:
+        fields["slot"] = selection.slot
+    if selection.columns:  # some may be new
+        fields["columns"] = {**next_rows.columns, **selection.columns}
+    if selection.accepted is not None:
+        length = next_rows.length + selection.accepted
+        if proposal.drafts is not None:
+            drafts = proposal.drafts if parents is None else index_rows(proposal.drafts, parents)
+            next_rows = next_rows.append(drafts, length)
+        else:
+            next_rows = next_rows.replace(length=length)
+    if selection.emit_mode is True:
+        return next_rows.advance(selection.tokens, **fields)
+    if selection.emit_mode is False:
+        return next_rows.replace(cached_length=next_rows.position, **fields)
+    cached = next_rows.position + selection.emit_mode.clamp(max=0)
+    length = next_rows.length + selection.emit_mode.clamp(min=0)
+    return next_rows.append(selection.tokens[:, None], length, cached_length=cached, **fields)

@@ -1,0 +1,1 @@
+"""Reads of a store by attention: packed rows, shared prefixes, attention scores."""

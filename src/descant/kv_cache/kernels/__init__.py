@@ -1,0 +1,1 @@
+"""Attention kernels for decode steps and packed rows."""

@@ -1,0 +1,1 @@
+"""Stores of keys, values and states, each with the interface `KVCache`."""

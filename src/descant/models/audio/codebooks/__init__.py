@@ -1,0 +1,1 @@
+"""Models of sound that decode a frame of codes in a step."""

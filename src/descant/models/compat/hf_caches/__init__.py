@@ -1,0 +1,1 @@
+"""The caches of the transformers API over stores."""

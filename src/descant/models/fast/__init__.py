@@ -1,0 +1,1 @@
+"""Faster forwards of the same values: compiled layers, prepacked weights, packed rows."""

@@ -1,0 +1,1 @@
+"""Inputs and outputs of a forward of a transformers model."""

@@ -1,1 +1,0 @@
-"""The documented transformers cache classes, each over one of the KV stores."""

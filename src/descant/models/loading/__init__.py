@@ -1,0 +1,1 @@
+"""Models from files: weights, GGUF, sound models."""

@@ -1,0 +1,1 @@
+"""Models around models: wrappers of other libraries, adapters, fingerprints of weights."""

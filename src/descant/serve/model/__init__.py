@@ -1,0 +1,1 @@
+"""A served model: its prompts, the parameters of requests, and their runs."""
