@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 
 import pytest
@@ -167,7 +169,7 @@ class Typist:
         line = next(self.lines, EOFError())
         if isinstance(line, BaseException):
             raise line
-        return line
+        return line() if callable(line) else line
 
 
 @pytest.fixture
@@ -315,6 +317,23 @@ def test_a_conversation_that_ends_by_an_error_is_saved(typed, monkeypatch, tmp_p
     [path] = (tmp_path / "state" / "descant").glob("chat-*.json")
     assert f"the conversation is saved: /load {path}" in result.stderr
     assert json.loads(path.read_text())["messages"][1] == {"role": "assistant", "content": "one"}
+
+
+def test_a_second_signal_does_not_interrupt_the_saving(typed, monkeypatch, tmp_path):
+    """A terminal that closes may send more than one."""
+    save = state_files.save_transcript
+
+    def hung_up_again(*given):
+        os.kill(os.getpid(), signal.SIGHUP)
+        save(*given)
+
+    replies(monkeypatch, ["one"])
+    monkeypatch.setattr(state_files, "save_transcript", hung_up_again)
+    before = signal.getsignal(signal.SIGHUP)
+    typed("A?", lambda: os.kill(os.getpid(), signal.SIGHUP))
+    [file] = (tmp_path / "state" / "descant").glob("chat-*.json")
+    assert json.loads(file.read_text())["messages"][1] == {"role": "assistant", "content": "one"}
+    assert signal.getsignal(signal.SIGHUP) == before
 
 
 def test_a_conversation_that_ends_as_usual_leaves_no_file(typed, monkeypatch, tmp_path):

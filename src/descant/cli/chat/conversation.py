@@ -321,9 +321,7 @@ def rescued(conversation: Conversation) -> Iterator[None]:
     if not conversation.is_interactive:
         yield
         return
-    # Signals that end a process: of `kill`, and of a terminal that closes.
-    kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    previous = {kind: signal.signal(kind, _leave) for kind in kinds}
+    previous = {kind: signal.signal(kind, _leave) for kind in _ending_signals()}
     try:
         yield
     except BaseException:
@@ -335,7 +333,14 @@ def rescued(conversation: Conversation) -> Iterator[None]:
             signal.signal(kind, handler)
 
 
+def _ending_signals() -> list[signal.Signals]:
+    """The signals that end a process: of `kill`, and of a terminal that closes."""
+    return [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
 def _leave(number: int, _: Any) -> None:
+    for kind in _ending_signals():  # a terminal may send several, and the next would interrupt the saving
+        signal.signal(kind, signal.SIG_IGN)
     sys.exit(128 + number)  # as shells do
 
 
