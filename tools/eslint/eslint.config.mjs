@@ -13,4 +13,5 @@ export default [
     // Its first file declares the name that the others add to.
     rules: { "no-redeclare": ["error", { builtinGlobals: false }] },
   },
+  { files: ["tests/scripts/*.mjs"], languageOptions: { globals: globals.node } },
 ];
