@@ -15,9 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,44 +24,12 @@ import torch
 
 import descant
 from bench.fake_devices import FIRST, placed, pretended
+from descant.cli.doctor.device_costs import METHODS, DeviceCase, DeviceCost, StepCost, count_operations
 from descant.decoding.pipeline import PROCESSOR_SPECS
 from descant.testing import toy
 
-_STEADY_STEPS: Final = 6
-_WARM_STEPS: Final = 3
+_VOCAB_SIZE: Final = 61
 _SAMPLING: Final = {"do_sample": True, "seed": 1}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A method with the number of its prompts."""
-
-    config: Mapping[str, Any]
-    prompts: int = 16
-    vocab_size: int = 61
-
-    def with_prompts(self, prompts: int) -> Case:
-        """The case with another number of prompts."""
-        return replace(self, prompts=prompts)
-
-
-METHODS: Final[Mapping[str, Case]] = {
-    "greedy": Case({}),
-    "sampling": Case({**_SAMPLING, "temperature": 0.8, "top_k": 20, "top_p": 0.9}),
-    "min-p": Case({**_SAMPLING, "min_p": 0.05, "temperature": 0.8}),
-    "penalties": Case({**_SAMPLING, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "top_p": 0.9}),
-    "4 beams": Case({"num_beams": 4}, prompts=1),
-    "4 x 4 beams": Case({"num_beams": 4}, prompts=4),
-    "diverse beams": Case({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, prompts=1),
-    "constrained beams": Case({"num_beams": 4, "force_words_ids": [[50, 51]]}, prompts=1),
-    "prompt lookup": Case({"prompt_lookup_num_tokens": 4}, prompts=1),
-    "suffix lookup": Case({"suffix_lookup_num_tokens": 4}, prompts=1),
-    "early exit": Case({"assistant_early_exit": 1}, prompts=1),
-    "contrastive": Case({"penalty_alpha": 0.6, "top_k": 4}, prompts=1),
-    "DoLa": Case({"dola_layers": "low"}, prompts=1),
-    "guidance": Case({"guidance_scale": 1.5}, prompts=1),
-    "log probabilities": Case({"logprobs": 2}),
-}  # fmt: skip
 
 
 def _watermark(scheme: str) -> Any:
@@ -126,113 +93,21 @@ UNCOUNTED: Final = ("banned_phrases", "token_healing", "return_timestamps", "gra
 COUNTED_CACHES: Final = ("dynamic", "paged", "static", "sink", "snapkv", "h2o")
 
 
-def cases() -> dict[str, Case]:
+def cases() -> dict[str, DeviceCase]:
     """All cases by name."""
     counted = dict(METHODS)
     for name, config in PROCESSORS.items():
-        counted[name] = Case(config, prompts=1 if "num_beams" in config else 16)
+        counted[name] = DeviceCase(config, prompts=1 if "num_beams" in config else 16)
     for name in COUNTED_CACHES:
-        counted[f"{name} cache"] = Case({"cache_implementation": name})
+        counted[f"{name} cache"] = DeviceCase({"cache_implementation": name})
     return counted
 
 
-@dataclass
-class StepCost:
-    """The operations of a step outside the network: kernels, reads, copies."""
-
-    launches: float = 0
-    reads: float = 0
-    copies: float = 0
-
-    @classmethod
-    def mean(cls, steps: Sequence[Counter[str]]) -> StepCost:
-        """The mean of some steps."""
-        total: Counter[str] = sum(steps, Counter())
-        kinds = ("launch", "read", "copy")
-        return cls(*(round(total[kind] / len(steps), 2) for kind in kinds))
-
-
-@dataclass
-class DeviceCost:
-    """The costs of a case by phase."""
-
-    steady: StepCost = field(default_factory=StepCost)
-    network: float = 0  # launches of the network in a steady step
-    prefill: StepCost = field(default_factory=StepCost)
-    joining: StepCost = field(default_factory=StepCost)  # the step in which a request joins
-    ending: StepCost = field(default_factory=StepCost)  # the step in which one ends
-
-
-class DeviceCounter:
-    """Counts what a model's calls and steps cost a pretended device: use `report` for `pretended`."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._depth = 0  # of calls of the network
-
-    def report(self, kind: str) -> None:
-        """Count an operation, by whether the network runs it."""
-        self.counts[f"network {kind}" if self._depth else kind] += 1
-
-    def watch(self, model: Any) -> None:
-        """Count the operations inside the calls of a model as the network's."""
-        model.register_forward_pre_hook(lambda *_: self._enter(1))
-        model.register_forward_hook(lambda *_: self._enter(-1), always_call=True)
-
-    def _enter(self, change: int) -> None:
-        self._depth += change
-
-    def of(self, call: Callable[[], Any]) -> Counter[str]:
-        """The operations of a call."""
-        self.counts = Counter()
-        call()
-        return self.counts
-
-
-def count(case: Case) -> DeviceCost:
+def count(case: DeviceCase) -> DeviceCost:
     """The cost of a case on a tiny Llama of two layers."""
-    counter = DeviceCounter()
     torch.manual_seed(0)
-    with pretended(counter.report):
-        model = placed(toy(case.vocab_size), lambda _: FIRST)
-        counter.watch(model)
-        session = descant.Session(model)
-        cost = DeviceCost()
-
-        def request(length: int, **fields: Any) -> descant.Request:
-            # Without an end token, so that no row ends before its length.
-            config = {"max_new_tokens": 300, "eos_token_id": _end_tokens(case), **case.config, **fields}
-            prompt = [3 + (7 * length + 3 * place) % 50 for place in range(length)]
-            return descant.Request(prompt, descant.GenerationConfig(**config))
-
-        last = _WARM_STEPS + _STEADY_STEPS + 4
-        prompts = [request(6 + place % 5) for place in range(case.prompts)]
-        if "num_beams" not in case.config:  # the first request ends while the others run
-            prompts[0] = request(6, max_new_tokens=last)
-
-        def begin() -> None:
-            session.admit(*prompts)
-            session.step()
-
-        cost.prefill = StepCost.mean([counter.of(begin)])
-        for _ in range(_WARM_STEPS):
-            session.step()
-        steady = [counter.of(session.step) for _ in range(_STEADY_STEPS)]
-        cost.steady = StepCost.mean(steady)
-        cost.network = sum(step["network launch"] for step in steady) / len(steady)
-        late = request(7)
-        cost.joining = StepCost.mean([counter.of(lambda: (session.admit(late), session.step()))])
-        if "num_beams" not in case.config:
-            while len(session) > len(prompts):
-                ending = counter.of(session.step)
-            cost.ending = StepCost.mean([ending])
-    return cost
-
-
-def _end_tokens(case: Case) -> int | None:
-    """The end token of a case; None where nothing depends on one."""
-    needs = {"min_length", "min_new_tokens", "exponential_decay_length_penalty"}
-    return case.vocab_size - 1 if needs & case.config.keys() else None
+    with pretended():
+        return count_operations(placed(toy(_VOCAB_SIZE), lambda _: FIRST), case)
 
 
 def missing_processors() -> list[str]:

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -115,80 +115,23 @@ class _Literals(TorchFunctionMode):
         if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None:
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
         if func is Tensor.tolist and isinstance(args[0], Pretended):
-            _report("read")
-            return args[0].held.tolist()
+            return args[0].cpu().tolist()
         if func is Tensor.__getitem__ and isinstance(args[1], tuple):
             args = (args[0], tuple(torch.tensor(one) if isinstance(one, list) else one for one in args[1]))
         return func(*args, **kwargs)
 
 
-# "launch": a kernel; "read": the host waits for the device; "copy": the device waits for the host's memory.
-Report = Callable[[Literal["launch", "read", "copy"]], None]
-
-_reports: list[Report] = []
-
-# Operations that only describe memory in another way.
-_VIEWS = {
-    "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach", "expand", "lift_fresh", "permute",
-    "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold",
-    "unsqueeze", "view",
-}  # fmt: skip
-# Operations whose result the host must know: a value, or a size.
-_READS = {
-    "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select", "nonzero",
-    "repeat_interleave", "unique_consecutive", "unique_dim",
-}  # fmt: skip
-
-
 @contextmanager
-def pretended(report: Report | None = None) -> Iterator[None]:
-    """Pretended devices exist inside and nowhere else, since torch seeds all registered devices.
-
-    `report` is called with the kind of each operation, in order.
-    """
+def pretended() -> Iterator[None]:
+    """Pretended devices exist inside and nowhere else, since torch seeds all registered devices."""
     _guard()
     torch._register_device_module("privateuseone", _Module)
-    _reports[:] = [] if report is None else [report]
     try:
         with _Literals(), _Factories():
             yield
     finally:
-        _reports.clear()
         del torch.privateuseone
         del sys.modules["torch.privateuseone"]
-
-
-def _report(kind: Literal["launch", "read", "copy"]) -> None:
-    for report in _reports:
-        report(kind)
-
-
-def _report_operation(func: Any, args: Any, given: list[Tensor], target: torch.device | None) -> None:
-    """Report what an operation costs a device, by its name and by where its operands are."""
-    name = func._schema.name.split("::")[1]
-    is_held = [isinstance(one, Pretended) for one in given]
-    is_to_host = target is not None and target.type == "cpu"
-    if not any(is_held):
-        if target is not None and not is_to_host:  # a tensor of one value is filled by a kernel
-            _report("copy" if given else "launch")
-    elif name == "copy_" and not all(is_held):
-        _report("copy" if is_held[0] else "read")
-    elif name in _READS or is_to_host or _has_mask_index(func, args):
-        _report("read")
-    elif name not in _VIEWS:
-        if func in _INDEXED:  # indices on the host are sent along
-            for index in tree_flatten(args[1])[0]:
-                if isinstance(index, Tensor) and not isinstance(index, Pretended):
-                    _report("copy")
-        _report("launch")
-
-
-def _has_mask_index(func: Any, args: Any) -> bool:
-    """Whether a tensor on the device is indexed by a mask, whose size the host must know."""
-    return func in _INDEXED and any(
-        isinstance(index, Pretended) and index.dtype in (torch.bool, torch.uint8)
-        for index in tree_flatten(args[1])[0]
-    )
 
 
 def placed(module: torch.nn.Module, where: Callable[[str], torch.device]) -> torch.nn.Module:
@@ -218,8 +161,6 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if func not in _COPIES:
         _refuse_strangers(func, given, homes, args)
-    if _reports:
-        _report_operation(func, args, given, target)
     home = args[0].device if func is aten.copy_.default else next(iter(homes), None)
     if target is not None:
         home = target

@@ -18,7 +18,7 @@ import torch
 
 from descant.cli.doctor import checks as laws
 from descant.cli.doctor import checks as parity
-from descant.cli.doctor import command, speed
+from descant.cli.doctor import command, device_costs, speed
 from descant.cli.doctor import report as machine
 from descant.cli.doctor import speed as vllm_process
 from descant.cli.doctor.checks import CheckedModel, logit_rounding, token_prompts
@@ -51,7 +51,7 @@ def test_a_quick_report(descant, tmp_path):
     assert {name: type(value).__name__ for name, value in found.items()} == {
         "format": "int", "descant": "str", "failed": "int", "clock": "str", "models": "dict",
         "machine": "dict", "fast_paths": "list", "laws": "list", "parity": "list", "half": "list",
-        "bench": "list",
+        "bench": "list", "device": "list",
     }  # fmt: skip
     assert (found["format"], found["failed"], found["half"], found["bench"]) == (1, 0, [], [])
     assert [row["check"] for row in found["laws"]] == list(laws.LAWS)
@@ -127,6 +127,24 @@ def test_the_default_device_is_the_accelerator(monkeypatch, kinds, device):
     for kind, module in (("cuda", torch.cuda), ("xpu", torch.xpu), ("mps", torch.backends.mps)):
         monkeypatch.setattr(module, "is_available", lambda kind=kind: kind in kinds)
     assert machine.default_device() == device
+
+
+# ------------------------------------------------------------------------ the cost of a step
+def test_the_cost_of_a_step_is_counted_and_timed(descant, monkeypatch, tmp_path):
+    """A CPU has no reads and copies; a method that fails leaves the others their rows."""
+    broken = device_costs.DeviceCase({"num_beams": 4, "penalty_alpha": 0.6})
+    cases = {"greedy": device_costs.METHODS["greedy"].with_prompts(2), "broken": broken}
+    monkeypatch.setattr(device_costs, "METHODS", cases)
+    file = tmp_path / "report.json"
+    result = descant("doctor", *only("device"), "--json", file)
+    assert result.exit_code == 0
+    greedy, failed = json.loads(file.read_text())["device"]
+    assert greedy["launches"] > 0 < greedy["network"]
+    assert greedy["ms_per_step"] > 0
+    assert greedy["reads"] is greedy["copies"] is greedy["waits"] is greedy["kernels"] is None
+    assert failed["ms_per_step"] is None
+    assert "penalty_alpha" in failed["detail"]
+    assert "device, a steady step" in result.stdout
 
 
 # ------------------------------------------------------------------------ failures

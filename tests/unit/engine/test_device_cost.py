@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.device import COUNTED_CACHES, METHODS, DeviceCounter, count, missing_processors
+from bench.device import COUNTED_CACHES, count, missing_processors
 from bench.fake_devices import FIRST, pretended
+from descant.cli.doctor.device_costs import METHODS, OperationCounter
 from descant.engine.planning.cache_factory import CACHES
 
 # Ratchets of a steady step, which go down when a step gets cheaper: launches outside the network, reads for
@@ -49,8 +50,8 @@ def test_every_processor_has_a_case_or_a_reason() -> None:
 
 
 def test_reads_copies_and_launches_are_told_apart() -> None:
-    counter = DeviceCounter()
-    with pretended(counter.report):
+    counter = OperationCounter(FIRST)
+    with pretended():
         held = torch.ones(3, device=FIRST)
         cases = {
             "launch": [lambda: held + 1, held.argmax, lambda: torch.zeros(3, device=FIRST)],

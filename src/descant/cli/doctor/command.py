@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from descant.cli.doctor.report import DoctorReport
 
 
-SECTIONS: Final = ("machine", "fast-paths", "laws", "parity", "half", "bench", "vllm")
+SECTIONS: Final = ("machine", "fast-paths", "laws", "parity", "half", "bench", "vllm", "device")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +73,7 @@ class DoctorCommand(Command):
     def _check(self, checked: CheckedModel, sections: Set[str], report: DoctorReport) -> None:
         """Add the results of the sections on a model."""
         from descant.cli.doctor.checks import LawSize, fast_path_rows, run_half, run_laws, run_parity
+        from descant.cli.doctor.device_costs import run_device_costs
         from descant.cli.doctor.report import Fact, model_facts
         from descant.cli.doctor.speed import SpeedSize, run_speed
 
@@ -93,6 +94,8 @@ class DoctorCommand(Command):
         if "half" in sections and not checked.is_half:
             gc.collect()
             report.half += run_half(checked, new_tokens, progress)
+        if "device" in sections:
+            report.device += run_device_costs(checked, progress)
 
     def _sections(self) -> set[str]:
         """The sections that are not skipped."""

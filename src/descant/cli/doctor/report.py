@@ -84,6 +84,22 @@ class SpeedRow:
     detail: str = ""
 
 
+@dataclass(frozen=True)
+class DeviceRow:
+    """The cost of a steady step of a method for the device; None: the device does not have it."""
+
+    model: str
+    method: str
+    ms_per_step: float | None = None
+    network: float | None = None  # operations of the model's own forward
+    launches: float | None = None  # operations outside of it
+    kernels: float | None = None  # of both, by the profiler
+    reads: float | None = None  # for which the host waits
+    copies: float | None = None  # of host memory to the device
+    waits: float | None = None  # of the host, by the device's own check
+    detail: str = ""
+
+
 @dataclass
 class DoctorReport:
     """The findings of the doctor; a section that was skipped is empty."""
@@ -96,6 +112,7 @@ class DoctorReport:
     parity: list[CheckRow] = field(default_factory=list)
     half: list[ShareRow] = field(default_factory=list)
     bench: list[SpeedRow] = field(default_factory=list)
+    device: list[DeviceRow] = field(default_factory=list)
     private: list[str] = field(default_factory=list)  # texts that are replaced, as the model's folder
 
     @property
@@ -124,7 +141,7 @@ class DoctorReport:
             **{name: {row.name: row.value for row in getattr(self, name)} for name in ("models", "machine")},
             **{
                 name: [dataclasses.asdict(row) for row in getattr(self, name)]
-                for name in ("fast_paths", "laws", "parity", "half", "bench")
+                for name in ("fast_paths", "laws", "parity", "half", "bench", "device")
             },
         }
         return json.dumps(self._scrub_values(found), indent=2) + "\n"
@@ -138,6 +155,7 @@ class DoctorReport:
             ("parity with transformers", self.parity),
             ("half precision, share of equal tokens", self.half),
             (f"bench, {self.clock}", self.bench),
+            ("device, a steady step", self.device),
         ]
 
     def _verdict(self) -> str:
