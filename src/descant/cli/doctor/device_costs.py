@@ -44,7 +44,7 @@ class OperationCounter(TorchDispatchMode):
     """
 
     def __init__(self, device: torch.device, model: torch.nn.Module | None = None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self._type = device.type
         self._depth = 0  # of calls of the network
