@@ -26,6 +26,8 @@ from descant.testing import check_recipe
 from descant.testing.recipe import toy
 from tests.support.markov_model import Chain
 
+SLOW = pytest.mark.slow  # many seconds each; the checks that find them find others like them in seconds
+
 
 # ------------------------------------------------------------------------ the cookbook
 @pytest.mark.usefixtures("extent")
@@ -200,7 +202,7 @@ class Fussy(Sampling):
     [
         (Neighbourly, "other tokens"),
         (Dicing, "torch|other tokens"),
-        (Deaf, "is the seed read"),
+        pytest.param(Deaf, "is the seed read", marks=SLOW),
         (Boasting, "streamed"),
         (Fussy, "refuses every request"),
     ],
@@ -259,7 +261,7 @@ class Averaging(LogitsProcessor):
 @pytest.mark.parametrize(
     ("recipe", "found"),
     [
-        (Attributed, "other tokens|masked in one|a row had"),
+        pytest.param(Attributed, "other tokens|masked in one|a row had", marks=SLOW),
         (Forgetful, "other tokens|a row had"),
         (Averaging, "differ"),
     ],
@@ -332,7 +334,7 @@ def shy(model, input_ids, **kwargs):
 @pytest.mark.parametrize(
     ("recipe", "found"),
     [
-        (Liar, "must be sampled from `draft_probs`"),
+        pytest.param(Liar, "must be sampled from `draft_probs`", marks=SLOW),
         (Everybody, "other tokens|differ"),
         (Shortsighted, "with drafts"),
         (fickle, "two results"),
