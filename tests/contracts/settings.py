@@ -211,7 +211,6 @@ SCRIPTS: dict[str, Script] = {
     "certain, ragged": Certain(_USUAL, ragged=True),
     "weighted": Weighted(_law(3)),
     "knowing": Knowing(),
-    "lying": Weighted(_law(3), reported=_law(4)),
     "rounding": Weighted(_law(3), reported=0.85 * _law(3) + 0.15 / VOCAB),
 }
 

@@ -276,19 +276,14 @@ def test_a_constraint_that_raises_fails_only_its_own_request(tiny, seam, call, f
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scheduled", [False, True], ids=["", "in a small pool"])
 @pytest.mark.parametrize(("kind", "method"), CASES)
-def test_every_fault_ends_only_its_own_requests(tiny, kind, method):
-    count = inject(tiny, kind, method, faults_of(expectation(tiny, kind, method)[1]))
-    print(f"{count} faults")
+def test_every_fault_ends_only_its_own_requests(tiny, kind, method, scheduled):
+    faults = faults_of(expectation(tiny, kind, method, scheduled)[1])
+    print(f"{inject(tiny, kind, method, faults, scheduled)} faults")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "method"), CASES)
-def test_every_fault_in_a_small_pool_ends_only_its_own_requests(tiny, kind, method):
-    count = inject(tiny, kind, method, faults_of(expectation(tiny, kind, method, True)[1]), True)
-    print(f"{count} faults")
-
-
 def test_the_battery_has_2000_faults(tiny):
     counts = [len(faults_of(expectation(tiny, *case)[1])) for case in CASES]
     assert sum(counts) >= 2000

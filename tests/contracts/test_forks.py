@@ -8,14 +8,11 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request, Session
-from descant.core.context import PromptInfo, RowParams, columns_from_rows
-from descant.core.records import Context, ForwardOutput, Observation, Proposal, Selection
-from descant.core.rows import Rows
+from descant.core.context import PromptInfo, columns_from_rows
+from descant.core.records import Context, Observation
 from descant.decoding.pipeline import PROCESSOR_SPECS
-from descant.decoding.processors.base import LogitsProcessor
-from descant.decoding.strategies.sampling import Sampling
 from descant.engine.planning.planner import make_plan
-from descant.engine.step.strategy_group import StrategyGroup, as_stateful
+from descant.engine.step.strategy_group import as_stateful
 from tests.support.markov_model import Chain
 
 VOCABULARY = 13
@@ -144,68 +141,3 @@ def _prompt(tokens):
 def test_every_processor_with_a_state_is_tried():
     kept = {type(stage.processor).__name__ for stage in PROCESSOR_SPECS if as_stateful(stage.processor)}
     assert kept == {"MirostatLogitsWarper", "AdaptivePLogitsWarper"}
-
-
-# ------------------------------------------------------------------- drafts and rollbacks
-class Counting(LogitsProcessor):
-    """Adds the sum of the row's tokens to every score, as a state."""
-
-    state = {"said": 0.0}  # noqa: RUF012
-
-    def process(self, context, scores):
-        return scores + context.state("said")
-
-    def advance(self, context, before, after, tokens):
-        # What it was given counts too, so that the wrong line's scores would show.
-        return {"said": context.state("said")[:, 0] + tokens + 0.1 * before[:, 0] + 0.01 * after[:, 1]}
-
-
-class Fixed(Sampling):
-    """A strategy that selects what it was made with."""
-
-    def __init__(self, selection):
-        super().__init__(None, None)
-        self.selection = selection
-
-    def select(self, rows, proposal, output):
-        return self.selection
-
-
-def lane_of(users, selection):
-    return StrategyGroup(Fixed(selection), None, [(Counting(), users)])
-
-
-def rows_of(tokens, said):
-    length = torch.tensor([len(row) for row in tokens])
-    wide = int(length.max())
-    zeros = torch.zeros_like(length)
-    return Rows(
-        torch.tensor([row + [0] * (wide - len(row)) for row in tokens]), length, zeros, zeros, zeros,
-        torch.arange(len(length)), zeros,
-        {"params": RowParams(columns_from_rows([{"pad_token_id": 0}] * len(length))), "said": said},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("users", [None, torch.tensor([0, 2])])
-def test_drafts_at_once_move_a_state_as_one_by_one(users):
-    """Whatever is accepted: the scores of every line, and the state that the accepted ones leave."""
-    generator = torch.Generator().manual_seed(1)
-    rows = rows_of([[1, 2], [3], [4, 5, 6]], torch.tensor([0.5, 1.5, 2.5]))
-    drafts = torch.tensor([[7, 8], [9, 1], [2, 3]])
-    logits = torch.randn(3, 3, VOCABULARY, generator=generator)
-    tokens = torch.tensor([4, 5, 6, 7])
-    parents, accepted = torch.tensor([2, 0, 1, 0]), torch.tensor([2, 0, 1, 1])
-    lane = lane_of(users, Selection(tokens, parents, accepted))
-    tried = Proposal(None, drafts, torch.tensor([2, 2, 2]))
-    selected, seen = lane.select(rows, tried, ForwardOutput(logits))
-    for new, (parent, many) in enumerate(zip(parents.tolist(), accepted.tolist(), strict=True)):
-        said = rows.column("said")[parent : parent + 1]
-        for place in range(many + 1):
-            token = tokens[new : new + 1] if place == many else drafts[parent, place : place + 1]
-            uses = None if users is None or parent in users else torch.tensor([], dtype=torch.long)
-            row = rows_of([[1]], said)
-            here = logits[parent : parent + 1, place : place + 1]
-            told, alone = lane_of(uses, Selection(token)).select(row, Proposal(), ForwardOutput(here))
-            assert torch.allclose(alone.scores, seen.scores[parent, place], atol=1e-6)
-            said = told.columns["said"]
-        assert torch.allclose(selected.columns["said"][new], said[0], atol=1e-5)

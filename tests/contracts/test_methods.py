@@ -1,13 +1,16 @@
-"""The laws of requests for every method that is more than greedy search, sampling or plain beams."""
+"""A batch is its rows, a late comer is an early one, and a seed is a request's own: for every method."""
 
 from __future__ import annotations
 
 import pytest
 
-from descant import Failed, Finished, Session
+from descant import Failed, Finished, GenerationConfig, InputError, RowError, Session
 from descant.testing import check_admission, check_batch, check_seed, compare, failing_request, outcomes
 from descant.testing.outcome import Schedule
 from tests.contracts.methods import DECODER_ONLY, METHODS, SEEDED, mixed, of_method
+from tests.contracts.subjects import METHODS as PLAIN
+from tests.contracts.subjects import MODELS, requests
+from tests.contracts.subjects import of_method as plain_requests
 
 # Rotary positions, learned positions, and an encoder-decoder.
 DECODERS = ("llama", "gpt2")
@@ -22,26 +25,58 @@ SHOWN = {
     "t5": ("contrastive", "constrained-groups"),
 }  # fmt: skip
 EVERY = [
-    pytest.param(name, method, marks=() if method in SHOWN[name] else pytest.mark.slow)
-    for name in SHOWN
-    for method in (METHODS if name == "t5" else (*METHODS, *DECODER_ONLY))
+    *((name, method) for name in MODELS for method in PLAIN),
+    *(
+        pytest.param(name, method, marks=() if method in SHOWN[name] else pytest.mark.slow)
+        for name in SHOWN
+        for method in (METHODS if name == "t5" else (*METHODS, *DECODER_ONLY))
+    ),
 ]
+SAMPLED = [(name, method) for name in MODELS for method, given in PLAIN.items() if "seed" in given]
+
+
+def given_for(tiny, name, method, new):
+    """Requests of a method that differ in prompt and length."""
+    if method in PLAIN:
+        return plain_requests(tiny(name), method)
+    return of_method(tiny(name), method, 3, new=new)
 
 
 @pytest.mark.parametrize(("name", "method"), EVERY)
 def test_a_batch_equals_its_rows(tiny, name, method):
-    check_batch(tiny(name).model, of_method(tiny(name), method, 3, new=5))
+    check_batch(tiny(name).model, given_for(tiny, name, method, 5))
 
 
 @pytest.mark.parametrize(("name", "method"), EVERY)
 def test_a_late_comer_equals_an_early_one(tiny, name, method):
-    check_admission(tiny(name).model, of_method(tiny(name), method, 3, new=4), schedules=1)
+    schedules = 4 if method in PLAIN else 1
+    check_admission(tiny(name).model, given_for(tiny, name, method, 4)[:3], schedules=schedules)
 
 
-@pytest.mark.parametrize("method", SEEDED)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "method"), [*SAMPLED, *((name, method) for name in DECODERS for method in SEEDED)]
+)
 def test_a_seed_is_the_requests_own(tiny, name, method):
-    check_seed(tiny(name).model, of_method(tiny(name), method, 3), schedules=2)
+    check_seed(tiny(name).model, given_for(tiny, name, method, 7)[:3], schedules=2)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_failing_request_leaves_the_others_unaffected(tiny, name):
+    given = plain_requests(tiny(name), "greedy")
+    given[1] = failing_request(given[1], 2)
+    found = outcomes(tiny(name).model, given)
+    assert isinstance(found[1].error, RowError)
+    assert found[1].error.request == 1
+    for place in (0, 2, 3):
+        compare(outcomes(tiny(name).model, [given[place]])[0], found[place], f"request {place}")
+
+
+def test_unseeded_sampling_is_refused(tiny):
+    given = requests(tiny("llama"), [GenerationConfig(do_sample=True)], (3,))
+    with pytest.raises(InputError, match="must be seeded"):
+        check_batch(tiny("llama").model, given)
+    with pytest.raises(InputError, match="at least one that samples"):
+        check_seed(tiny("llama").model, plain_requests(tiny("llama"), "greedy"))
 
 
 @pytest.mark.ci_cases("llama")

@@ -157,7 +157,7 @@ def test_what_concerns_the_call_must_be_the_same(tiny):
 
 
 def test_rows_that_do_not_use_a_processor_pay_nothing(tiny):
-    """A processor is called with the rows that enable it, and a chain that no row enables is empty."""
+    """A processor is called with the rows that enable it."""
     subject = tiny("llama")
     seen = []
 
@@ -176,7 +176,3 @@ def test_rows_that_do_not_use_a_processor_pay_nothing(tiny):
     )
     list(session.drain())
     assert seen == [2, 2, 2]
-    session.admit(Request(texts[0], GenerationConfig(max_new_tokens=3)))
-    assert session._tables.default.running.strategy_groups(session._tables.default.rows)[0].processors == []
-    assert "token_logprobs" not in session._tables.default.rows.columns
-    assert "stop_state" not in session._tables.default.rows.columns

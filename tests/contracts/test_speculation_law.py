@@ -119,6 +119,27 @@ def rejected(found: Drawn, name: str) -> bool:
 
 
 # ------------------------------------------------------------------------ the law
+# In CI every sampler and every drafter once; rows with streams of their own and mixed tables have the others.
+@pytest.mark.ci_cases(
+    "none",
+    "high temperature, weighted",
+    "top-k, suffix",
+    "top-p, early exit",
+    "min-p, weighted",
+    "typical, certain",
+    "repetition penalty, draft model",
+    "no-repeat-ngram, lookup",
+    "sequence bias, certain",
+    "mirostat, lookup",
+    "adaptive-p, weighted",
+    "own processor, draft model",
+    "presence penalty, suffix",
+    "frequency penalty, knowing",
+    "end token, draft model",
+    "stop token, unsure",
+    "top-k and penalty, intersection",
+    "adaptive, draft model",
+)
 @pytest.mark.parametrize(("name", "count"), sizes(SETTINGS))
 def test_windows_come_as_often_as_without_drafts(name, count):
     torch.manual_seed(1)
@@ -174,8 +195,9 @@ def changed(change: Any) -> Any:
     return patch.object(StrategyGroup, "process", instead)
 
 
-@pytest.mark.parametrize("name", ["temperature, lookup", "top-k, draft model", "high temperature, weighted"])
-def test_two_per_cent_of_bias_are_found(name):
+def test_two_per_cent_of_bias_are_found():
+    name = "high temperature, weighted"
+
     def biased(logits, scores):
         law = 0.98 * scores.softmax(-1)
         law[..., 7] += 0.02
@@ -200,22 +222,14 @@ def test_two_per_cent_too_many_accepted_drafts_are_found():
     assert rejected(found, "temperature, lookup")
 
 
-@pytest.mark.parametrize("drafter", ["lying", "rounding"])
-def test_a_drafter_that_lies_about_its_law_is_found(drafter):
+def test_a_drafter_that_rounds_its_law_is_found():
     torch.manual_seed(7)
     name = "high temperature, weighted"
-    (found,) = drawn([Setting(SETTINGS[name].fields, drafter, SETTINGS[name].tokens)], 2 * SLICE)
+    (found,) = drawn([Setting(SETTINGS[name].fields, "rounding", SETTINGS[name].tokens)], 2 * SLICE)
     assert rejected(found, name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "temperature, lookup", "top-k, draft model", "typical, draft model", "no-repeat-ngram, lookup",
-        "repetition penalty, draft model", "sequence bias, draft model", "mirostat, draft model",
-        "own processor, draft model", "end token, draft model", "top-p, early exit",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["top-k, draft model", "no-repeat-ngram, lookup", "mirostat, draft model"])
 def test_processors_at_the_first_place_of_a_run_alone_are_found(name):
     torch.manual_seed(8)
     with changed(lambda logits, scores: torch.cat((scores[:, :1], logits[:, 1:]), 1)):

@@ -19,8 +19,8 @@ from tests.support import tiny_models
 
 __all__ = ["WEEKLY_FOLDERS", "cover", "fewer_models", "first", "mark"]
 
-WIDE = 8  # a test with at most so many cases runs whole
-MODELS = 4  # of the models that a test compares with the reference in turn; other tests take others
+WIDE = 6  # a test with at most so many cases runs whole
+MODELS = 3  # of the models that a test compares with the reference in turn; other tests take others
 SAMPLED_FOLDERS = ("contracts", "unit/decoding/guidance")  # wide tests without a model too
 WEEKLY_FOLDERS = ("unit/bench", "unit/support", "unit/tools")  # of the project's own tools
 # Files of tests/unit that take more than about 11 CPU seconds: CI runs them, the daily check does not.

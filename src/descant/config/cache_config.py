@@ -116,10 +116,7 @@ class QuantizedCacheConfig(CacheConfig):
             if isinstance(value, bool) or value not in choices:
                 listed = " or ".join(map(str, choices)) + (f" for {backend}" if backend else "")
                 raise ConfigError(name, f"must be {listed}", value)
-        for name, minimum in (("q_group_size", 1), ("residual_length", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ConfigError(name, f"must be an integer >= {minimum}", value)
+        _check_integers(self, q_group_size=1, residual_length=0)
 
 
 class StaticCacheConfig(CacheConfig):
@@ -134,10 +131,14 @@ class StaticCacheConfig(CacheConfig):
 
     def validate(self) -> None:
         """Raise ConfigError if a setting is invalid."""
-        for name in ("batch_size", "max_cache_len"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(name, "must be an integer >= 1", value)
+        _check_integers(self, batch_size=1, max_cache_len=1)
+
+
+def _check_integers(config: CacheConfig, **minima: int) -> None:
+    for name, minimum in minima.items():
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise ConfigError(name, f"must be an integer >= {minimum}", value)
 
 
 def as_cache_config(settings: Mapping[str, Any]) -> CacheConfig | FrozenMap:

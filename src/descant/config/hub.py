@@ -258,15 +258,14 @@ def cache_folder(repo: str) -> Path:
 
 
 def _cache_commit(commit: HubCommit, revision: str) -> None:
+    folder = cache_folder(commit.repo)
     listing = json.dumps({"sha": commit.sha, "files": dict(commit.files)}, sort_keys=True)
-    _write_cached(cache_folder(commit.repo) / "listings" / f"{commit.sha}.json", listing)
+    texts = {folder / "listings" / f"{commit.sha}.json": listing}
     if revision != commit.sha:
-        _write_cached(cache_folder(commit.repo) / "refs" / revision, commit.sha)
-
-
-def _write_cached(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+        texts[folder / "refs" / revision] = commit.sha
+    for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, text)
 
 
 def cached_commit(repo: str, sha: str) -> HubCommit | None:

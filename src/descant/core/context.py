@@ -62,15 +62,27 @@ class RowParams:
         return type(self)({name: _concat_values(value, second[name]) for name, value in first.items()})
 
 
-class _TakenValues(Mapping[str, "Tensor | ObjectArray"]):
-    """Parameters of some rows of a table, each column taken on first use: a step reads few of them.
+class _LazyColumns(Mapping[str, Any]):
+    """Columns of a source, each of which a subclass reads on first use: a step reads few of them."""
 
-    The index -1 stands for a row that uses no parameter.
-    """
+    def __init__(self, source: Mapping[str, Any], index: Any) -> None:
+        self.source, self.index = source, index
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.source
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+class _TakenValues(_LazyColumns):
+    """Parameters of some rows of a table; the index -1 stands for a row that uses no parameter."""
 
     def __init__(self, source: ParamValues, index: ObjectArray) -> None:
-        self.source: ParamValues = source
-        self.index: ObjectArray = index
+        super().__init__(source, index)
         if isinstance(source, _TakenValues):
             self.source, self.index = source.source, np.where(index < 0, -1, source.index[index])
         self._taken: dict[str, Tensor | ObjectArray] = {}
@@ -84,15 +96,6 @@ class _TakenValues(Mapping[str, "Tensor | ObjectArray"]):
             array[self.index < 0] = -1 if isinstance(value, Tensor) else None
             taken = self._taken[name] = torch.from_numpy(array) if isinstance(value, Tensor) else array
         return taken
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.source
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.source)
-
-    def __len__(self) -> int:
-        return len(self.source)
 
 
 def row_params(rows: Rows) -> RowParams:
@@ -224,23 +227,14 @@ class PromptInfo:
     max_length: int | None = None  # positions that its other inputs have room for; None: no limit
 
 
-class _LazySelect(Mapping[str, Any]):
-    """Some lines of columns, each selected on first use: a processor reads few of a table's columns."""
-
-    def __init__(self, columns: Mapping[str, Any], index: Tensor) -> None:
-        self._columns, self._index = columns, index
+class _SelectedLines(_LazyColumns):
+    """Some lines of columns, by an index tensor."""
 
     def __getitem__(self, name: str) -> Any:
-        return _index_values(self._columns[name], self._index)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._columns
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __len__(self) -> int:
-        return len(self._columns)
+        value = self.source[name]
+        if isinstance(value, Tensor):
+            return index_rows(value, self.index)
+        return value[self.index.numpy()] if isinstance(value, np.ndarray) else value.take(self.index)
 
 
 class Context:
@@ -287,7 +281,7 @@ class Context:
         tokens = rows.append(drafts, rows.length).tokens.repeat_interleave(width + 1, 0)
         row = torch.arange(len(rows)).repeat_interleave(width + 1)
         length = (rows.length[:, None] + torch.arange(width + 1)).flatten()
-        values, states = _LazySelect(params.values, row), _LazySelect(rows.columns, row)
+        values, states = _SelectedLines(params.values, row), _SelectedLines(rows.columns, row)
         return cls(tokens, length, rows.prompt_length[row], values, slot=rows.slot[row], states=states)
 
     @classmethod
@@ -479,17 +473,11 @@ class Context:
             index_rows(self._tokens, index),
             self._length[index],
             self._prompt[index],
-            _LazySelect(self._params, index),
+            _SelectedLines(self._params, index),
             cache,
             slot=self._slot[index],
-            states=_LazySelect(self._states, index),
+            states=_SelectedLines(self._states, index),
         )
-
-
-def _index_values(value: Any, index: Tensor) -> Any:
-    if isinstance(value, Tensor):
-        return index_rows(value, index)
-    return value[index.numpy()] if isinstance(value, np.ndarray) else value.take(index)
 
 
 def _repeat_params(params: Mapping[str, Any], count: int) -> dict[str, Tensor | ObjectArray]:

@@ -17,14 +17,6 @@ def test_the_page_is_current() -> None:
     assert page == combinations.render(), "run tools/docs/combinations.py"
 
 
-def test_every_method_is_a_line_of_the_first_table() -> None:
-    first = combinations.render().split("\n## ")[1]
-    lines = [line for line in first.splitlines() if line.startswith("| ")][1:]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == [
-        method.link for method in combinations.METHODS
-    ]
-
-
 FIELDS = {name for method in combinations.METHODS for name in method.fields}
 REASONS = [reason for field, other, reason in INCOMPATIBLE if {field, other} <= FIELDS]
 
@@ -32,19 +24,6 @@ REASONS = [reason for field, other, reason in INCOMPATIBLE if {field, other} <= 
 @pytest.mark.parametrize("reason", REASONS)
 def test_every_clash_between_methods_stands_on_the_page(reason: str) -> None:
     assert reason in combinations.render()
-
-
-def test_a_refusal_is_a_number_and_its_reason_stands_below() -> None:
-    methods = {method.name: method for method in combinations.METHODS}
-    reason = combinations.verdict(methods["diverse beams"], methods["sampling"], encoder=False)
-    assert reason is not None
-    assert "`num_beam_groups`" in reason
-    table = combinations.table("T", encoder=False)
-    line = next(line for line in table.splitlines() if line.startswith("| [diverse beams]"))
-    assert line.split(" | ")[2] == "(1)"
-    assert f"\n1. {reason}\n" in table
-    assert combinations.verdict(methods["DoLa"], methods["DoLa"], encoder=True) is not None
-    assert "Not available for these models" in combinations.table("T", encoder=True)
 
 
 @pytest.fixture(scope="module")
@@ -108,43 +87,6 @@ def test_the_table_equals_the_behaviour(models: tuple[Any, Any, bool], tokenizer
 
 
 GUESSES = {"prompt lookup", "suffix lookup", "early exit"}
-
-
-def test_a_drafter_leaves_the_output_of_the_other_method(
-    models: tuple[Any, Any, bool], tokenizer: Any
-) -> None:
-    first, second, both = models
-    prompt = tokenizer(
-        ["Once upon a time book", "one two one two one two"], return_tensors="pt", padding=True
-    )
-    joined = descant.ProxyTuning(first, second, first)
-    guessers = [method for method in combinations.METHODS if method.name in GUESSES]
-    assert len(guessers) == len(GUESSES)
-    tried = wrong = 0
-    for other in combinations.METHODS:
-        if other.name in GUESSES or combinations.verdict(other, other, both) is not None:
-            continue
-        fields = {**other.fields, "eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 5}
-        if other.fields.get("do_sample"):
-            fields["seed"] = 3
-        model = joined if other.joint_model else first
-
-        def said(fields: Any = fields, model: Any = model, **more: Any) -> Any:
-            out = descant.generate(
-                model, **prompt, **fields, **more, tokenizer=tokenizer, return_dict_in_generate=True
-            )
-            return out.sequences.tolist(), getattr(out, "speculation", None)
-
-        alone, _ = said()
-        for guesser in guessers:
-            if combinations.verdict(other, guesser, both) is not None:
-                continue
-            with_guesses, report = said(**guesser.fields)
-            assert report is not None, f"{other.name} with {guesser.name} tried nothing"
-            tried += 1
-            wrong += with_guesses != alone
-    assert tried >= 10
-    assert not wrong
 
 
 def test_a_draft_model_goes_with_what_prompt_lookup_goes_with(

@@ -122,14 +122,6 @@ def test_constraints_as_objects(name, kind, tiny, reference):
     assert [answer.tokens for answer in answers] == again
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_one_row(name, tiny, reference):
-    model = tiny(name)
-    one = five(model, SEEDS[name]).only(0)
-    call = Call(model, case(6, force_words_ids=words(model, one, "two phrases")), full=False)
-    compare.batched(reference, call, one)
-
-
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_several_sequences(name, tiny, reference):
     """As many as meet the constraints: the reference sorts those that do not among them, ours come after."""

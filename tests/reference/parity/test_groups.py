@@ -6,11 +6,10 @@ using it; see `test_method_bugs.py`.
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import product
 
 import pytest
 
-import descant
 from tests.reference.parity import compare
 from tests.reference.parity.compare import Call
 from tests.reference.parity.subjects import TINY, five
@@ -73,33 +72,6 @@ def test_ragged_rows(name, groups, penalty, early, length, tiny, reference):
     model = tiny(name)
     call = Call(model, case(model, groups, penalty, early, length))
     compare.by_row(reference, call, five(model, SEEDS[name][0]))
-
-
-@pytest.mark.slow
-def test_the_settings_matter(tiny):
-    """Precondition of the test above: every value of a setting changes some sequences."""
-    seen = {}
-    places = (GROUPS, PENALTIES, EARLY, LENGTH)
-    settings = {(2, 1.0, early, length) for early, length in product(EARLY, LENGTH)}
-    settings |= {(groups, penalty, False, 1.0) for groups, penalty in product(GROUPS, PENALTIES)}
-    for name in ("llama", "gpt2", "gpt-neox", "bart"):
-        model = tiny(name)
-        inputs = five(model, SEEDS[name][0]).inputs
-        for setting in settings:
-            arguments = case(model, *setting, num_return_sequences=BEAMS)
-            seen[name, *setting] = descant.generate(model.model, **inputs, **arguments).tolist()
-    for place, values in enumerate(places, 1):
-        for one, other in combinations(values, 2):
-            keys = [key for key in seen if key[place] == one]
-            pairs = [(key, (*key[:place], other, *key[place + 1 :])) for key in keys]
-            changed = {k[0] for k, o in pairs if o in seen and seen[k] != seen[o]}
-            assert len(changed) >= 2, f"{one} and {other} differ on {sorted(changed)} only"
-
-
-@pytest.mark.parametrize("name", SOME)
-def test_one_row(name, tiny, reference):
-    model = tiny(name)
-    compare.batched(reference, Call(model, case(model, 3, 1.0)), five(model, SEEDS[name][1]).only(0))
 
 
 @pytest.mark.parametrize(("groups", "early"), [(2, False), (3, True), (6, "never")])

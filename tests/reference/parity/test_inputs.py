@@ -12,7 +12,7 @@ import descant
 from tests.reference.parity import compare
 from tests.reference.parity.compare import Batch, Call, batch
 from tests.reference.parity.subjects import ENCODER_DECODER, TINY, ragged
-from tests.support.tiny_models import pad, prompts
+from tests.support.tiny_models import prompts
 
 DECODER_ONLY = tuple(name for name in TINY if name not in ENCODER_DECODER)
 NEW = 10
@@ -122,10 +122,3 @@ def test_a_criterion_of_the_user(name, arguments, tiny, reference):
     objects = {"stopping_criteria": [("EosTokenCriteria", {"eos_token_id": ids})]}
     answers = how(reference, Call(model, fixed, seed=1, objects=objects), ragged(model))
     assert [a.tokens for a in answers] != [a.tokens for a in plain]
-
-
-def test_ids_may_be_given_as_inputs(tiny):
-    model = tiny("llama")
-    ids, mask = pad(ragged(model).rows, model.pad, "left")
-    by_name = descant.generate(model.model, input_ids=ids, attention_mask=mask, max_new_tokens=4)
-    assert torch.equal(descant.generate(model.model, ids, attention_mask=mask, max_new_tokens=4), by_name)

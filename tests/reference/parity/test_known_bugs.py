@@ -9,27 +9,9 @@ import torch
 
 import descant
 from tests.reference.parity import compare
-from tests.reference.parity.compare import Call, batch
+from tests.reference.parity.compare import Call
 from tests.reference.parity.subjects import TINY, level, ragged
 from tests.support.tiny_models import prompts
-
-# A row whose beams the reference stops in time when it runs alone, and too late beside this batch mate:
-# architecture, prompt seed, length penalty, row.
-HELD_UP = [("llama", 6, 2.0, 0), ("gpt-neox", 4, 2.0, 1), ("bart", 6, 2.0, 1), ("t5", 1, 1.0, 1)]
-
-
-@pytest.mark.parametrize(("name", "seed", "penalty", "row"), HELD_UP)
-def test_a_batch_mate_decides_when_beams_stop(name, seed, penalty, row, tiny, reference):
-    model = tiny(name)
-    pair = batch(model, prompts(model.arch, (6, 6), seed=seed))
-    call = Call(model, {"num_beams": 2, "length_penalty": penalty, "max_new_tokens": 20})
-
-    together = compare.read(call, call.theirs(reference, pair), pair, row)
-    alone = compare.read(call, call.theirs(reference, pair.only(row)), pair.only(row), 0)
-    assert together.tokens != alone.tokens
-
-    ours = compare.by_row(reference, call, pair)
-    assert ours[row].tokens == alone.tokens
 
 
 @contextlib.contextmanager
@@ -151,50 +133,3 @@ def test_an_end_token_inside_the_prompt_is_a_token(name, tiny, reference):
     hidden = {"input_ids": ids, "attention_mask": (ids != model.eos).long()}
     assert ask(reference, model, hidden, min_new_tokens=8, **pad) != expected
     assert run(model, {"input_ids": ids}, min_new_tokens=8, **pad) == expected
-
-
-def test_prompts_that_all_begin_with_the_end_token(tiny, reference):
-    """As OPT's and GPT-2's do: if every row begins so, it is no padding, and nothing is ambiguous."""
-    model = tiny("gpt2")
-    rows = [[model.eos, *row] for row in prompts(model.arch, (5, 5), seed=303)]
-    ids = torch.tensor(rows)
-    expected = ask(
-        reference, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, min_new_tokens=8
-    )
-    assert run(model, {"input_ids": ids}, min_new_tokens=8) == expected
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma", "t5"])
-def test_a_pad_token_of_zero_pads_beams(name, tiny, reference):
-    """The reference fills the ends of beams with the end token when the pad token is 0; ours pads."""
-    model = tiny(name)
-    assert model.pad == 0
-    one = ragged(model).only(0)
-    arguments = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 14}
-    call = Call(model, arguments)
-    theirs = compare.read(call, call.theirs(reference, one), one, 0)
-    ours = compare.by_row(reference, call, one)[0]
-    fills = {token for rest in theirs.rest for token in rest}
-    assert fills == {model.eos}
-    assert {token for rest in ours.rest for token in rest} == {0}
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt-neox", "opt"])
-def test_padding_is_penalised(name, tiny, reference):
-    """The reference's repetition penalty counts the pad tokens of a shorter row; ours sees the row alone."""
-    model = tiny(name)
-    rows = prompts(model.arch, (3, 12), seed=304)
-    inputs = batch(model, rows).inputs
-    arguments = {"repetition_penalty": 1.8, "max_new_tokens": 8, "min_new_tokens": 8}
-    theirs = reference.generate(model.folder, inputs, arguments, ["scores", "logits"])
-    ours = descant.generate(
-        model.model,
-        **inputs,
-        **arguments,
-        return_dict_in_generate=True,
-        output_scores=True,
-        output_logits=True,
-    )
-    pad = model.pad
-    assert theirs["scores"][0][0, pad] != theirs["logits"][0][0, pad]
-    assert ours.scores[0][0, pad] == ours.logits[0][0, pad]

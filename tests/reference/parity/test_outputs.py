@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import descant
-from tests.reference.parity.compare import batch, close
+from tests.reference.parity.compare import close
 from tests.reference.parity.subjects import ENCODER_DECODER, TINY, level, ragged
-from tests.support.tiny_models import prompts
 
 DECODER_ONLY = tuple(name for name in TINY if name not in ENCODER_DECODER)
 EAGER = {"attn_implementation": "eager"}
@@ -54,23 +53,15 @@ def same(ours, theirs, name):
         close(a, b, f"{name}{place}")
 
 
+@pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("name", TINY)
-def test_states_of_level_rows(name, tiny, reference):
+def test_states(name, beams, tiny, reference):
+    """Of level rows, and of the beams of one row."""
     model = tiny(name, **EAGER)
-    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW}
+    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW, "num_beams": beams}
+    inputs = (level(model) if beams == 1 else ragged(model).only(0)).inputs
     want = ["sequences", *STATES[model.encoder_decoder]]
-    ours, theirs = both(model, reference, level(model).inputs, arguments, want)
-    assert torch.equal(ours.sequences, theirs["sequences"])
-    for field in STATES[model.encoder_decoder]:
-        same(ours[field], theirs[field], field)
-
-
-@pytest.mark.parametrize("name", TINY)
-def test_states_of_beams(name, tiny, reference):
-    model = tiny(name, **EAGER)
-    arguments = {"max_new_tokens": NEW, "min_new_tokens": NEW, "num_beams": 3}
-    want = ["sequences", *STATES[model.encoder_decoder]]
-    ours, theirs = both(model, reference, ragged(model).only(0).inputs, arguments, want)
+    ours, theirs = both(model, reference, inputs, arguments, want)
     assert torch.equal(ours.sequences, theirs["sequences"])
     for field in STATES[model.encoder_decoder]:
         same(ours[field], theirs[field], field)
@@ -132,32 +123,3 @@ def test_beam_scores_are_sums_of_transitions(name, beams, tiny):
     moves = descant.compute_transition_scores(model.model, out.sequences, out.scores, out.beam_indices)
     lengths = (out.beam_indices >= 0).sum(1)
     close(moves.sum(1) / lengths**0.7, out.sequences_scores, "sequences_scores")
-
-
-@pytest.mark.parametrize("beams", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "bart"])
-def test_outputs_have_the_requested_fields(name, beams, tiny):
-    model = tiny(name)
-    inputs = batch(model, prompts(model.arch, (3, 5), seed=1)).inputs
-    plain = descant.generate(model.model, **inputs, num_beams=beams, max_new_tokens=4)
-    assert isinstance(plain, torch.Tensor)
-    out = descant.generate(
-        model.model,
-        **inputs,
-        num_beams=beams,
-        max_new_tokens=4,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    kind = {
-        ("llama", 1): descant.GenerateDecoderOnlyOutput,
-        ("llama", 2): descant.GenerateBeamDecoderOnlyOutput,
-        ("bart", 1): descant.GenerateEncoderDecoderOutput,
-        ("bart", 2): descant.GenerateBeamEncoderDecoderOutput,
-    }[name, beams]
-    assert type(out) is kind
-    assert torch.equal(out.sequences, plain)
-    assert out[0] is out.sequences is out["sequences"]
-    assert out.scores is None
-    assert "scores" not in out
-    assert "sequences_scores" not in out, "as documented, sequences_scores come with output_scores"

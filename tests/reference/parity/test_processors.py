@@ -260,15 +260,6 @@ def test_sampler(name, option, mode, tiny, reference):
     assert acts(call, base, answers, prompts), "the option changes nothing here"
 
 
-def test_samplers_in_a_batch(tiny, reference):
-    """Processors without token history do not depend on padding: one batch on both sides."""
-    model = tiny("llama")
-    arguments = {name: value for given in SAMPLERS.values() for name, value in given.items()}
-    arguments |= {"typical_p": 0.95, "epsilon_cutoff": 1e-3, "eta_cutoff": 1e-3}
-    call = Call(model, {"max_new_tokens": NEW, "do_sample": True, **arguments}, seed=26)
-    compare.batched(reference, call, ragged(model))
-
-
 def pairs() -> Iterator[Any]:
     """Every pair on every model in every mode; in CI each on one model."""
     for at, options in enumerate(PAIRS):

@@ -19,7 +19,7 @@ import descant
 from descant.decoding import stopping as criteria
 from tests.reference.parity.compare import TOLERANCE, Batch
 from tests.reference.parity.own import verdict
-from tests.reference.parity.subjects import STORIES, TINY, level, ragged, seeds
+from tests.reference.parity.subjects import STORIES, TINY, level, ragged
 from tests.support import pretrained
 
 NEW = 16
@@ -147,18 +147,6 @@ def test_stop_strings(stop, mode, seed, stories, reference):
         assert found == without(call, prompts)
 
 
-def test_the_stop_strings_stop(stories):
-    """Precondition of the test above: nearly every one of them ends a row earlier."""
-    prompts = ragged(stories)
-    idle = []
-    for stop, strings in STOPS.items():
-        arguments = {"max_new_tokens": NEW, "stop_strings": strings}
-        call = Stopped(stories, arguments, tokenizer=True)
-        if call.new(call.ours(prompts).sequences, prompts) == without(call, prompts):
-            idle.append(stop)
-    assert idle == ["a newline", "never"]
-
-
 @pytest.mark.parametrize("mode", PLAIN)
 @pytest.mark.parametrize("prompt", ["Once upon a time", "They like to play with the b", "One day"])
 def test_a_stop_string_that_the_prompt_has_begun(prompt, mode, stories, reference):
@@ -172,20 +160,6 @@ def test_a_stop_string_that_the_prompt_has_begun(prompt, mode, stories, referenc
     Stopped(stories, arguments, tokenizer=True).check(reference, Batch([tokens], stories.pad))
 
 
-@pytest.mark.parametrize("mode", PLAIN)
-def test_criterion_of_stop_strings(mode, stories):
-    """The object by hand is the field."""
-    given = {"max_new_tokens": NEW, **MODES[mode]}
-    strings = STOPS["across tokens"]
-    prompts = ragged(stories)
-    asked = Stopped(stories, {**given, "stop_strings": strings}, tokenizer=True)
-    by_field = asked.new(asked.ours(prompts).sequences, prompts)
-    made = criteria.StopStringCriteria(stories.tokenizer, strings)
-    torch.manual_seed(31)
-    out = descant.generate(stories.model, **prompts.inputs, **given, stopping_criteria=[made])
-    assert Stopped(stories, given).new(out, prompts) == by_field
-
-
 SHOWN = ("llama", "t5")
 MODELS = [*SHOWN, *(pytest.param(n, marks=pytest.mark.slow) for n in TINY if n not in SHOWN)]
 
@@ -194,75 +168,47 @@ def few(model: Any) -> Batch:
     return replace(level(model), rows=level(model).rows[:2])
 
 
-@pytest.mark.parametrize("kind", ["bool", "scalar"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
-def test_one_verdict_for_all(name, mode, kind, tiny, reference):
-    model = tiny(name)
-    width = 1 if model.encoder_decoder else 6
-    call = Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}, verdicts=((kind, width + 5),))
-    found = call.check(reference, few(model))
-    assert max(map(len, found)) == 5
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
-def test_a_verdict_for_each_row(name, mode, tiny, reference):
-    model = tiny(name)
-    call = Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}, verdicts=(("rows", 7, 5),))
-    prompts = level(model)
-    found = call.check(reference, prompts)
-    if mode == "greedy":
-        plain = without(call, prompts)
-        assert found != plain
-        assert all(row == other[: len(row)] for row, other in zip(found, plain, strict=True))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
-def test_criteria_together(name, mode, tiny, reference):
-    """A list ends a row as soon as one of its members does."""
-    model = tiny(name)
-    width = 1 if model.encoder_decoder else 6
-    objects = {
+def criteria_of(model: Any, width: int) -> dict[str, Any]:
+    """Criteria of which one ends a row: with the model's own end, whose criterion the reference replaces."""
+    ends = [model.eos, 40, 41, 42, 43, 44]
+    return {
         "stopping_criteria": [
             ("MaxLengthCriteria", {"max_length": width + 9}),
-            # The model's own end too: an object takes the place of the reference's own criterion.
-            ("EosTokenCriteria", {"eos_token_id": [model.eos, 40, 41, 42, 43, 44]}),
+            ("EosTokenCriteria", {"eos_token_id": ends}),
             ("MaxTimeCriteria", {"max_time": 1e6}),
         ]
     }
-    call = Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}, objects=objects)
-    assert max(map(len, call.check(reference, few(model)))) <= 9
 
 
+# What ends rows: further arguments and parts of a call, its prompts, and the longest of the answers.
+ENDS: dict[str, Any] = {
+    "a bool for all": lambda model, width: ({}, {"verdicts": (("bool", width + 5),)}, few, 5),
+    "a scalar for all": lambda model, width: ({}, {"verdicts": (("scalar", width + 5),)}, few, 5),
+    "a verdict for each row": lambda *_: ({}, {"verdicts": (("rows", 7, 5),)}, level, NEW),
+    "criteria": lambda model, width: ({}, {"objects": criteria_of(model, width)}, few, 9),
+    "time": lambda *_: ({"max_time": 1e-9}, {}, ragged, 1),
+    "end tokens": lambda model, _: ({"eos_token_id": [model.eos, 20, 33, 44, 58]}, {}, ragged, NEW),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MODELS)
-def test_time_that_is_over(name, mode, tiny, reference):
+def test_what_ends_rows(name, mode, end, tiny, reference):
     model = tiny(name)
-    call = Stopped(model, {"max_new_tokens": NEW, "max_time": 1e-9, **MODES[mode]})
-    assert {len(row) for row in call.check(reference, ragged(model))} <= {0, 1}
-
-
-@pytest.mark.parametrize("mode", PLAIN)
-def test_time_that_is_not(mode, tiny, reference):
-    model = tiny("llama")
-    prompts = ragged(model)
-    call = Stopped(model, {"max_new_tokens": NEW, "max_time": 1e6, **MODES[mode]})
-    call.check(reference, prompts)
-    assert torch.equal(
-        call.ours(prompts).sequences,
-        Stopped(model, {"max_new_tokens": NEW, **MODES[mode]}).ours(prompts).sequences,
+    more, parts, rows, longest = ENDS[end](model, 1 if model.encoder_decoder else 6)
+    call = Stopped(
+        model, {"max_new_tokens": NEW, **MODES[mode], **more}, **parts, seed=41 if end == "end tokens" else 31
     )
-
-
-@pytest.mark.parametrize("seed", seeds(1, 6))
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", MODELS)
-def test_several_end_tokens(name, mode, seed, tiny, reference):
-    model = tiny(name)
-    arguments = {"max_new_tokens": NEW, **MODES[mode], "eos_token_id": [model.eos, 20, 33, 44, 58]}
-    Stopped(model, arguments, seed=41 + seed).check(reference, ragged(model, seed))
+    prompts = rows(model)
+    found = call.check(reference, prompts)
+    assert max(map(len, found)) <= longest
+    if end.endswith("for all"):
+        assert max(map(len, found)) == longest
+    if end == "a verdict for each row" and mode == "greedy":
+        plain = without(call, prompts)
+        assert found != plain
+        assert all(row == other[: len(row)] for row, other in zip(found, plain, strict=True))
 
 
 @pytest.mark.parametrize("mode", PLAIN)

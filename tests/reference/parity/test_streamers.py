@@ -130,8 +130,3 @@ def test_a_prompt_that_ends_within_a_character(name, reference):
         assert whole.endswith(joined(mine))
         broken += LOST in joined(theirs)
     assert broken, "what the reference breaks"
-
-
-def test_a_batch_is_refused_as_there():
-    with pytest.raises(ValueError, match=r"`streamer` must get one sequence .*: use descant.stream"):
-        TextStreamer(tokenizer("smollm2")).put(torch.ones(2, 3, dtype=torch.long))

@@ -8,7 +8,6 @@ arguments are the request's other fields.
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 import functools
 import gc
@@ -354,11 +353,6 @@ def _processor(name: str, arguments: Mapping[str, Any]) -> Any:
     return _made(name, made)
 
 
-@functools.cache
-def _tokenizer(folder: str) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
 @operation
 def generate_own(
     *,
@@ -366,24 +360,13 @@ def generate_own(
     tokenizer: str | None = None,
     prefix: Sequence[Any] | None = None,
     verdicts: Sequence[Sequence[Any]] = (),
-    assistant: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> dict[str, Any]:
     """`generate` with what a user brings along: the tokenizer of a folder, a prefix function, criteria.
 
-    The functions are sent as what they are made from: see `tests/reference/parity/own.py`. An `assistant` is
-    the folder
-    of a draft `model`, that of its `tokenizer` where it has another, and `settings` of its generation config,
-    which is where this version reads how many tokens to draft.
+    The functions are sent as what they are made from: see `tests/reference/parity/own.py`.
     """
     given = dict(arguments)
-    if assistant is not None:
-        helper = copy.copy(_models.get(assistant["model"], {}))  # other calls have the same model
-        helper.generation_config = copy.deepcopy(helper.generation_config)
-        helper.generation_config.update(**assistant.get("settings", {}))
-        given["assistant_model"] = helper
-        if assistant.get("tokenizer") is not None:
-            given["assistant_tokenizer"] = _tokenizer(assistant["tokenizer"])
     if tokenizer is not None:
         given["tokenizer"] = _tokenizer(tokenizer)
     if prefix is not None:

@@ -64,6 +64,7 @@ def check_beams(reference, model, texts, new):
     compare.by_row(reference, Call(model, arguments, full=False), prompts(model, texts))
 
 
+@SLOW
 def test_beams(real, reference):
     check_beams(reference, real("smollm2"), FEW[:2], FEW_NEW)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import descant
-from descant import Finished, GenerationConfig, PrefixCache, Request, Session
 from descant.models.compat.hf_caches.dynamic import DynamicCache
 from tests.reference.real.prompts import PROMPTS
 from tests.support import tiny_models
@@ -82,18 +81,3 @@ def test_a_conversation_on_one_cache(real):
         assert torch.equal(descant.generate(model.model, ids, past_key_values=cache, max_new_tokens=8), cold)
         said = model.tokenizer.decode(cold[0, ids.shape[1] :], skip_special_tokens=True)
         turns += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
-
-
-def test_a_session_shares_the_rules(talk):
-    model, tokens, shared = talk
-    config = GenerationConfig(max_new_tokens=4)
-    session = Session(model.model, prefix_cache=PrefixCache(block=16))
-    for text in tokens:
-        number = session.admit(Request(text, config))[0]
-        (end,) = (one for one in session.drain() if isinstance(one, Finished))
-        cold = descant.generate(model.model, torch.tensor([text]), max_new_tokens=4)[0, len(text) :]
-        assert end.request == number
-        assert end.hypotheses[0].tokens.tolist() == cold.tolist()
-    report = session.report().prefixes
-    assert (report.hits, report.misses) == (2, 1)
-    assert report.tokens_found == 2 * (len(shared) // 16) * 16

@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 
-from descant import GenerationConfig
 from descant.config.compile_config import CompileConfig
 from descant.errors import ConfigError
 
@@ -27,11 +26,6 @@ def test_it_survives_a_dict_a_pickle_and_a_set():
     assert pickle.loads(pickle.dumps(config)) == config
     assert {config, CompileConfig.of(config.to_dict())} == {config}
     assert config.to_dict()["options"] == {"epilogue_fusion": False, "shapes": [1, 2]}
-
-
-def test_a_config_of_generation_takes_it():
-    config = CompileConfig(mode="default", options={"epilogue_fusion": False})
-    assert GenerationConfig(compile_config=config).compile_config == config
 
 
 @pytest.mark.parametrize(

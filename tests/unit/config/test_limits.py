@@ -44,13 +44,3 @@ def test_texts_given_to_the_parts() -> None:
         for part in (normalize_stop_strings, StopStringBuffer):
             with pytest.raises(InputError, match="`stop_strings` must be at most"):
                 part(texts)
-
-
-def test_the_bounds_are_documented() -> None:
-    from descant.config.generation_config import FIELDS
-
-    assert "at most 2,048" in FIELDS["banned_phrases"].doc
-    for name in ("stop_strings", "dry_sequence_breakers"):
-        assert "at most 256" in FIELDS[name].doc
-    for name in ("stop_token_ids", "eos_token_id"):
-        assert "at most 4,096" in FIELDS[name].doc

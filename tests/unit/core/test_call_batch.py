@@ -25,61 +25,6 @@ class Recorded:
         return scores
 
 
-class Counting:
-    """State by row, as grammars keep it: the row that is shown at an index must continue what it was.
-
-    Allows only tokens that differ from the last one by the number of the row.
-    """
-
-    def __init__(self) -> None:
-        self.rows: list[list[int]] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.rows:
-            self.rows = input_ids.tolist()
-        else:
-            assert len(input_ids) == len(self.rows), "the batch it saw first"
-            for row, ids in zip(self.rows, input_ids.tolist(), strict=True):
-                assert ids[:-1] == row, "each row where it was"
-                row.append(ids[-1])
-        scores = scores.clone()
-        for number, row in enumerate(self.rows):
-            scores[number, row[-1] :: number + 2] -= 5.0
-        return scores
-
-
-class Grammars:
-    """A grammar for each row, kept by its index and read until it has ended, as xgrammar's processor does.
-
-    A grammar (count, rest) allows `count` tokens, the one at a place p with the remainder rest + p by 5, then
-    only the end token.
-    """
-
-    def __init__(self, eos: int, *grammars: tuple[int, int]) -> None:
-        self.eos, self.grammars = eos, grammars
-        self.said: list[list[int]] = []
-
-    def allowed(self, row: int, vocab: int) -> torch.Tensor:
-        (count, rest), place = self.grammars[row], len(self.said[row])
-        tokens = torch.arange(vocab)
-        is_end = tokens == self.eos
-        return ~is_end & (tokens % 5 == (rest + place) % 5) if place < count else is_end
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if len(input_ids) != len(self.grammars):
-            raise RuntimeError(f"{len(self.grammars)} grammars, {len(input_ids)} rows")
-        rows = range(len(input_ids))
-        if self.said:
-            for row in (row for row in rows if self.eos not in self.said[row]):
-                token = int(input_ids[row, -1])
-                assert self.allowed(row, scores.shape[1])[token], "a token that the grammar refuses"
-                self.said[row].append(token)
-        else:
-            self.said = [[] for _ in rows]
-        allowed = torch.stack([self.allowed(row, scores.shape[1]) for row in rows])
-        return scores.masked_fill(~allowed, -torch.inf)
-
-
 def padded(tiny: Any, lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     rows = prompts(tiny.arch, lengths, seed=3)
     width = max(map(len, rows))
@@ -110,31 +55,6 @@ def test_what_a_processor_sees_is_what_transformers_shows(tiny, options):
     assert mine.tolist() == wanted.tolist()
     assert len({tuple(row).index(one.pad) if one.pad in row else -1 for row in mine[:, 5:].tolist()}) > 1
     assert ours.shown == theirs.shown
-
-
-def test_a_processor_with_state_by_row_gives_the_same_tokens(tiny):
-    one = tiny("llama")
-    inputs = padded(one, (3, 5, 2))
-    eos = ends(one, inputs)
-    arguments = {**inputs, "max_new_tokens": NEW, "eos_token_id": eos, "pad_token_id": one.pad}
-    mine = descant.generate(one.model, **arguments, logits_processor=[Counting()])
-    assert mine.tolist() == one.model.generate(**arguments, logits_processor=[Counting()]).tolist()
-
-
-def test_grammars_of_rows_that_end_at_different_times(tiny):
-    one = tiny("llama")
-    inputs, grammars = padded(one, (3, 5, 2)), [(4, 1), (1, 3), (7, 0)]
-    arguments = {"max_new_tokens": NEW, "eos_token_id": one.eos, "pad_token_id": one.pad}
-    together = descant.generate(
-        one.model, **inputs, **arguments, logits_processor=[Grammars(one.eos, *grammars)]
-    )[:, 5:].tolist()
-    for row, (grammar, found) in enumerate(zip(grammars, together, strict=True)):
-        mine = {name: value[row : row + 1] for name, value in inputs.items()}
-        alone = descant.generate(
-            one.model, **mine, **arguments, logits_processor=[Grammars(one.eos, grammar)]
-        )[0, 5:].tolist()
-        assert (len(alone), alone[-1]) == (grammar[0] + 1, one.eos)
-        assert found == alone + [one.pad] * (len(found) - len(alone))
 
 
 def test_a_criterion_with_state_by_row_is_shown_the_same_batch(tiny):

@@ -131,18 +131,6 @@ def test_a_penalty_counts_the_prompt(field):
     assert said[:2] == [3, 4]
 
 
-def test_another_row_is_penalised(tiny):
-    """A rule of one row leaves the others alone (transformers#14530)."""
-    model = tiny("llama")
-    rows = batch(model, prompts(model.arch, (6, 6, 6), seed=7))
-    plain = GenerationConfig(max_new_tokens=12, min_new_tokens=12)
-    hard = plain.replace(repetition_penalty=3.0, no_repeat_ngram_size=1, suppress_tokens=list(range(3, 60)))
-    mixed = descant.generate(model.model, **rows.inputs, generation_config=[plain, hard, plain])
-    alike = descant.generate(model.model, **rows.inputs, generation_config=plain)
-    assert torch.equal(mixed[[0, 2]], alike[[0, 2]])
-    assert not torch.equal(mixed[1], alike[1])
-
-
 # ------------------------------------------------------------------------------------- leftover settings
 def test_leftover_temperature_is_used_or_warned_about(tiny, monkeypatch):
     """A model's own sampling fields have no effect, and no warning, in greedy search (transformers#33480)."""
@@ -296,41 +284,6 @@ def test_two_of_a_kind_share_their_memory(kind, field):
 
 
 # ------------------------------------------------------------------------------------------------- seeds
-def test_a_seed_depends_on_the_batch(tiny):
-    """A seed is the row's own: in any batch, at any index, or alone it gives the same (vLLM#51226)."""
-    model = tiny("gpt2")
-    texts = prompts(model.arch, (5, 9, 1, 6), seed=10)
-    given = {"do_sample": True, "max_new_tokens": 12, "xtc_probability": 0.5, "mirostat_tau": 4.0}
-
-    def output_of(order, **more):
-        rows = batch(model, [texts[i] for i in order])
-        seeds = [100 + i for i in order]
-        out = descant.generate(model.model, **rows.inputs, **given, **more, seed=seeds)
-        wide = rows.inputs["input_ids"].shape[1]
-        return {i: out[line, wide:].tolist() for line, i in enumerate(order)}
-
-    def bare(row):
-        end = row.index(model.eos) + 1 if model.eos in row else len(row)
-        return row[:end]
-
-    together = output_of([0, 1, 2, 3])
-    for order in ([3, 1, 0, 2], [2, 0], [1], [0], [3], [2]):
-        for i, row in output_of(order).items():
-            assert bare(row) == bare(together[i]), f"row {i} among {order}"
-    assert len({tuple(row) for row in together.values()}) == 4
-
-
-def test_the_same_seed_gives_rows_the_same_draws(tiny):
-    """Rows that share a prompt and a seed give the same; sequences of one row do not."""
-    model = tiny("llama")
-    rows = batch(model, prompts(model.arch, (6,), seed=11) * 3)
-    given = {"do_sample": True, "max_new_tokens": 10, "temperature": 1.5}
-    same = descant.generate(model.model, **rows.inputs, **given, seed=[7, 7, 8])
-    assert torch.equal(same[0], same[1])
-    assert not torch.equal(same[0], same[2])
-    several = descant.generate(model.model, **rows.only(0).inputs, **given, seed=7, num_return_sequences=3)
-    assert torch.equal(several[0, : same.shape[1]], same[0, : several.shape[1]])
-    assert len({tuple(row) for row in several.tolist()}) == 3
 
 
 # ----------------------------------------------------------------------------------------------- stops

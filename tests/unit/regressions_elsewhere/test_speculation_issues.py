@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import descant
-from descant import ConfigError, GenerationConfig, Request, Session
+from descant import GenerationConfig, Request, Session
 from descant.core.records import ForwardOutput
 from descant.decoding.speculative.draft_model import AssistantDrafter
 from descant.testing import failing_request, outcomes
@@ -17,7 +17,6 @@ from tests.contracts.configs import TEXTS, tokenizer
 from tests.contracts.speculation import near
 from tests.support.markov_model import Chain
 from tests.support.tiny_models import pad
-from tests.unit.decoding.guidance.pairs import made
 from tests.unit.decoding.speculative.rig import greedy, logits_of, network
 
 VOCAB, END = 97, 2
@@ -81,25 +80,6 @@ def test_an_end_that_was_looked_up_is_run_over():
         assert found.hypotheses[0].speculation.saved_forwards >= 2, "what comes before it was guessed"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"prompt_lookup_num_tokens": 4}, {"suffix_lookup_num_tokens": 4}, {"assistant_early_exit": 1}, {}],
-    ids=lambda one: next(iter(one), "assistant_model"),
-)
-def test_no_end_token_breaks_the_drafter(fields, tiny):
-    """Nothing ends a row but its length (transformers#46790)."""
-    model = tiny("llama").model
-    given = {
-        "input_ids": torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]]),
-        "eos_token_id": None,
-        "max_new_tokens": 30,
-    }
-    helper = {} if fields else {"assistant_model": model}
-    plain = descant.generate(model, **given)
-    assert plain.shape == (1, 38)
-    assert torch.equal(descant.generate(model, **given, **fields, **helper), plain)
-
-
 @pytest.mark.parametrize("count", range(1, 10))
 def test_a_length_inside_a_run_is_run_over(count):
     """Never one token too many, and none is even tried beyond what may come (transformers#31301)."""
@@ -144,43 +124,18 @@ def test_a_row_that_ended_spoils_those_that_draft(count):
     assert [one.tokens[0] for one in found] == [script[:-2] for script in scripts.values()]
 
 
-def test_prompts_of_very_different_length():
-    """What a long neighbour would do to a short row's positions and drafts (transformers#32165)."""
-    target, helper = made("gpt2", 1), network("gpt2", 1)
-    lengths = (1, 70, 3, 40)
-    generator = torch.Generator().manual_seed(2)
-    texts = [torch.randint(3, VOCAB, (size,), generator=generator).tolist() for size in lengths]
-    for fields in ({}, {"do_sample": True, "seed": 5}):
-        together = outcomes_of(target, helper, texts, 5, max_new_tokens=20, **fields)
-        for one, text in zip(together, texts, strict=True):
-            alone = outcomes_of(target, helper, [text], 5, max_new_tokens=20, **fields)[0]
-            assert one.tokens == alone.tokens
-            assert one.hypotheses[0].speculation == alone.hypotheses[0].speculation
-            plain = outcomes(target, [Request(text, config(max_new_tokens=20, **fields))])[0]
-            assert one.tokens == plain.tokens
-
-
+@pytest.mark.parametrize("agrees", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_a_drafter_that_always_agrees(count):
+def test_a_drafter_that_always_or_never_agrees(count, agrees):
+    """Wrong drafts cost forwards of their own and nothing else: no token is lost or repeated."""
     scripts = {5: list(range(10, 40)), 6: list(range(50, 80))}
     target = Script(scripts)
-    found = outcomes_of(target, Script(scripts), [[5], [6]], count, max_new_tokens=24)
+    helper = Script(scripts if agrees else {5: [3] * 30, 6: [4] * 30})
+    found = outcomes_of(target, helper, [[5], [6]], count, max_new_tokens=24)
     assert [one.tokens[0] for one in found] == [script[:24] for script in scripts.values()]
-    assert len(target.fed) == -(-24 // (count + 1))
+    assert len(target.fed) == (-(-24 // (count + 1)) if agrees else 24)
     report = found[0].hypotheses[0].speculation
-    assert (report.acceptance_rate, report.saved_forwards) == (1.0, 24 - len(target.fed))
-
-
-@pytest.mark.parametrize("count", [1, 2, 5, 8])
-def test_a_drafter_that_never_agrees(count):
-    """Costs forwards of its own and nothing else: no token is lost or repeated."""
-    scripts = {5: list(range(10, 40)), 6: list(range(50, 80))}
-    target = Script(scripts)
-    found = outcomes_of(target, Script({5: [3] * 30, 6: [4] * 30}), [[5], [6]], count, max_new_tokens=24)
-    assert [one.tokens[0] for one in found] == [script[:24] for script in scripts.values()]
-    assert len(target.fed) == 24
-    report = found[0].hypotheses[0].speculation
-    assert (report.acceptance_rate, report.saved_forwards, report.forwards) == (0.0, 0, 24)
+    assert (report.acceptance_rate, report.saved_forwards) == (float(agrees), 24 - len(target.fed))
 
 
 @pytest.mark.parametrize("schedule", ["heuristic", "heuristic_transient"])
@@ -265,22 +220,6 @@ def test_a_roll_back_past_a_windows_edge(name, count):
             torch.testing.assert_close(
                 out.logits[step][row], whole[len(text) - 1 + step], rtol=0, atol=2e-4, msg=f"step {step}"
             )
-
-
-@pytest.mark.parametrize("kind", ["MambaForCausalLM", "JambaForCausalLM", "RecurrentGemmaForCausalLM"])
-def test_a_recurrent_state_is_not_rolled_back(kind):
-    """It cannot be cut, so drafts are refused, with the reason (transformers#46741, #46937)."""
-    from tools.sweep.catalogue import entries
-    from tools.sweep.trial import subject_of
-
-    subject = subject_of(next(entry for entry in entries() if entry.name == kind))
-    before = {name: value.clone() for name, value in subject.model.state_dict().items()}
-    plain = descant.generate(subject.model, **subject.prompts[0], max_new_tokens=6)
-    for fields in ({"prompt_lookup_num_tokens": 3}, {"suffix_lookup_num_tokens": 2}):
-        with pytest.raises(ConfigError, match="needs a model that can drop tokens from its cache"):
-            descant.generate(subject.model, **subject.prompts[0], max_new_tokens=6, **fields)
-    assert torch.equal(descant.generate(subject.model, **subject.prompts[0], max_new_tokens=6), plain)
-    assert all(torch.equal(before[name], value) for name, value in subject.model.state_dict().items())
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
@@ -397,7 +336,3 @@ def test_a_drafter_keeps_rows_that_have_left(monkeypatch):
         assert numbers[1] not in known
         list(session.drain())
         assert not known
-        strategies = session._tables.default.running.strategy_order
-        drafters = [strategy.drafter for strategy in strategies if hasattr(strategy, "drafter")]
-        assert len(drafters) == 1, "one for all"
-        assert len(drafters[0]._cache) <= len(scripts)

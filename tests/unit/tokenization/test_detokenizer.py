@@ -160,15 +160,6 @@ def test_any_text_after_any_prompt(text, before, seed):
         assert "".join(found) == whole[len(begun) :]
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_prompt_makes_the_leading_space_right(name):
-    loaded = tokenizer(name)
-    prompt, new = encoded(name, "Once upon a time"), encoded(name, "Once upon a time there was")
-    new = new[len(prompt) :]
-    assert "".join(pieces(name, new, prompt_ids=prompt)) == " there was"
-    assert "".join(pieces(name, new)) == loaded.decode(new)
-
-
 def test_a_special_token_in_between_does_not_cost_a_space():
     """Sentencepiece drops the space before a first word, and a context that decodes to nothing has none."""
     name = "stories15m"
@@ -204,15 +195,6 @@ def test_a_whole_character_does_not_wait_for_the_next(name):
     ids = encoded(name, "x𓀀𓂀")
     stream = IncrementalDetokenizer(tokenizer(name))
     assert [stream.put(ids[:-3]), stream.put(ids[-3:])] == ["x𓀀", "𓂀"]
-
-
-@pytest.mark.parametrize("name", ["smollm2", "stories15m"])
-def test_characters_that_straddle_puts(name):
-    ids = encoded(name, "𓀀𓂀𓀀𓂀𓀀𓂀")
-    for size in (2, 3, 5, 6, 7):
-        found = pieces(name, ids, [size] * (len(ids) // size + 1))
-        assert "".join(found) == tokenizer(name).decode(ids)
-        assert not any(LOST in piece for piece in found)
 
 
 def test_a_genuine_replacement_character_comes_out():
@@ -287,12 +269,6 @@ def test_a_stop_string_is_never_shown():
     text = "".join(stream.put([one]) for one in ids)
     assert (text, stream.matched_string) == ("One two STO no ", "STOP")
     assert "".join(pieces(name, encoded(name, "ends in ST"), stop_strings=["STOP"])) == "ends in ST"
-
-
-def test_a_stop_string_of_a_character_of_several_tokens():
-    name = "stories15m"
-    found = pieces(name, encoded(name, "ab𓂀c𓀀d"), stop_strings=["𓀀"])
-    assert "".join(found) == "ab𓂀c"
 
 
 # ------------------------------------------------------------------------ cost

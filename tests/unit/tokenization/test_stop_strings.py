@@ -45,18 +45,15 @@ def fires(known, strings, ids):
 WORDS = ["st", "op", "stop", "opera", "sto", "pper", "las", "topper", "s", "to", "pped", "at", "tion"]
 
 
-@pytest.mark.parametrize("tokens", ["st op", "stop", "st opera", "sto pper", "las topper", "s to pped"])
+MATCHES = ("st op", "stop", "st opera", "sto pper", "las topper", "s to pped")
+MISSES = ("stop at", "st op at", "st opera tion", "st", "las", "op st", "to pper")
+
+
+@pytest.mark.parametrize("tokens", [*MATCHES, *MISSES])
 def test_documented_matches(tokens):
-    table = StopStringMatcher.from_tokenizer(Toy(*WORDS), "stop")
-    *before, last = (WORDS.index(token) for token in tokens.split())
-    assert table.matches[last, table.state_after(before)]
-
-
-@pytest.mark.parametrize("tokens", ["stop at", "st op at", "st opera tion", "st", "las", "op st", "to pper"])
-def test_documented_misses(tokens):
     table = StopStringMatcher.from_tokenizer(Toy(*WORDS), ["stop"])
     *before, last = (WORDS.index(token) for token in tokens.split())
-    assert not table.matches[last, table.state_after(before)]
+    assert bool(table.matches[last, table.state_after(before)]) == (tokens in MATCHES)
 
 
 def rows(known, strings, token):
@@ -170,16 +167,6 @@ def test_many_rows_at_once():
     assert table.ends_with_match(ids[:, :0]).tolist() == [False] * 200
 
 
-def test_characters_cut_by_tokens(smollm2):
-    ids = smollm2("Good 👩‍👩‍👧 bye 한국어")["input_ids"]
-    known = TokenBytes.from_tokenizer(smollm2)
-    for strings, text in ((["👩‍👩‍👧"], "Good 👩‍👩‍👧"), (["국"], "Good 👩‍👩‍👧 bye 한국")):
-        table = StopStringMatcher.from_tokenizer(smollm2, strings)
-        at = next(n for n in range(len(ids)) if table.matches[ids[n], table.state_after(ids[:n])])
-        assert b"".join(known.bytes[token] for token in ids[: at + 1]).startswith(text.encode())
-        assert not b"".join(known.bytes[token] for token in ids[:at]).startswith(text.encode())
-
-
 def test_words_of_wordpiece_are_apart():
     tokenizer = wordpiece.tokenizer()
     ids = tokenizer("the last stop", add_special_tokens=False)["input_ids"]
@@ -263,13 +250,4 @@ def test_held_back_text(deltas, strings):
         assert shown == text[: len(text) - next(begun, 0)], "no more is held back than may become one"
     cut, _ = first(text, strings)
     assert shown + held.flush() == text[:cut]
-    assert held.flush() == ""
-
-
-def test_held_back_text_by_example():
-    held = StopStringBuffer(["\n\nHuman:", "</s>"])
-    assert [held.feed(part) for part in ("Hi", "\n", "\nHum", "bug <", "/s", "> more", "and more")] == [
-        "Hi", "", "", "\n\nHumbug ", "", "", "",
-    ]  # fmt: skip
-    assert held.matched_string == "</s>"
     assert held.flush() == ""

@@ -1,11 +1,8 @@
 """Generation configs on the Hub: read at a revision, and pushed beside a folder's."""
 
-import json
-
 import pytest
 
 from descant.config.generation_config import GenerationConfig
-from descant.config.hub import FILE_LIMIT
 from descant.errors import ConfigError, HubError, InputError
 
 NAME = "generation_config.json"
@@ -44,38 +41,6 @@ def test_an_older_models_config_stands_in(hub):
         GenerationConfig.from_pretrained("ann/old", "other.json")
     repo.commit({NAME: "{}"})
     assert GenerationConfig.from_pretrained("ann/old") == GenerationConfig()
-
-
-def test_a_second_read_requests_only_the_revision(hub):
-    sha = hub.repo("ann/model", {NAME: '{"num_beams": 2}'}).head
-    config = GenerationConfig.from_pretrained("ann/model")
-    seen = len(hub.asked)
-    assert GenerationConfig.from_pretrained("ann/model") == config
-    assert hub.since(seen) == ["GET /api/models/ann/model/revision/main"]
-    assert GenerationConfig.from_pretrained("ann/model", revision=sha) == config
-    assert len(hub.asked) == seen + 1
-    hub.offline()
-    assert GenerationConfig.from_pretrained("ann/model") == config
-    with pytest.raises(HubError, match=r"`ann/other` .*offline"):
-        GenerationConfig.from_pretrained("ann/other")
-    assert len(hub.asked) == seen + 1
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe{}", b"[" * 100_000, b'{"num_beams": 0}'])
-def test_a_broken_file_is_named(hub, content):
-    hub.repo("ann/model", {NAME: content})
-    with pytest.raises((InputError, ConfigError), match=r"generation_config\.json|num_beams"):
-        GenerationConfig.from_pretrained("ann/model")
-
-
-def test_a_giant_is_refused_and_a_large_config_is_not(hub):
-    hub.repo("ann/model", {NAME: json.dumps({"labels": ["x" * 100] * (FILE_LIMIT // 120)})})
-    assert len(GenerationConfig.from_pretrained("ann/model").extra["labels"]) == FILE_LIMIT // 120
-    repo = hub.repo("ann/giant", {NAME: "{}"})
-    repo.sizes[NAME] = 9 << 20
-    with pytest.raises(HubError, match="9,437,184 bytes"):
-        GenerationConfig.from_pretrained("ann/giant")
-    assert not [asked for asked in hub.since() if "giant/resolve" in asked]
 
 
 def test_tokens_and_renamed_repositories(hub):

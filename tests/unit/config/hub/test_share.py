@@ -60,12 +60,6 @@ def test_a_recipe_is_pushed_as_it_is(ann, folder):
     assert repo.commits[repo.head].message == "Upload the recipe last-words"
 
 
-def test_a_config_beside_a_recipe_is_read_back(ann, folder):
-    push_recipe(folder, "ann/last-words")
-    config = GenerationConfig.from_pretrained("ann/last-words", "bold.json")
-    assert config == GenerationConfig(do_sample=True, top_p=0.5)
-
-
 def test_what_the_folder_has_no_more_is_an_error_until_it_is_pruned(ann, folder):
     push_recipe(folder, "ann/last-words")
     repo = ann.repos["ann/last-words"]
@@ -98,15 +92,6 @@ def test_a_models_own_files_are_left_alone(ann, folder, tmp_path):
     assert repo.files["custom_generate/generate.py"] == GENERATE.encode()
     assert not [asked for asked in ann.since() if "/resolve/" in asked]
     assert fetched("ann/model").digest == RecipeFiles.from_folder(tmp_path / "layout").digest
-
-
-def test_a_recipe_does_not_go_into_a_models_repository_at_its_root(ann, folder):
-    repo = ann.repo("ann/model", {"model.safetensors": b"0" * 2_000_000, "config.json": b"{}"})
-    before = repo.head
-    for prune in (False, True):
-        with pytest.raises(RecipeError, match="ann/model"):
-            push_recipe(folder, "ann/model", prune=prune)
-    assert repo.head == before
 
 
 def break_link(folder):
