@@ -185,47 +185,6 @@ def test_eager_attention_returns_its_weights(name: str) -> None:
 
 
 # ------------------------------------------------------------------------ rows beside each other
-@BOTH
-def test_a_batch_gives_what_each_gives_alone(name: str) -> None:
-    session = descant.Session(tiny(name).model)
-    session.admit(*(request(name, prompt) for prompt in ragged(name)))
-    session.step()
-    assert session.rows == len(FRAMES)
-    got = run(session)
-    expected = [new_tokens(name, prompt) for prompt in ragged(name)]
-    assert [got[number] for number in range(len(FRAMES))] == expected
-    assert len({len(tokens) for tokens in expected}) > 1
-
-
-@BOTH
-@pytest.mark.parametrize("after", [1, 3, 7])
-def test_a_late_request_gives_what_it_gives_first(name: str, after: int) -> None:
-    session = descant.Session(tiny(name).model)
-    session.admit(request(name, ragged(name)[0]))
-    got = run(session, after=after, late=request(name, ragged(name)[1], num_beams=3))
-    assert got[0] == new_tokens(name, ragged(name)[0])
-    assert got[1] == new_tokens(name, ragged(name)[1], num_beams=3)
-
-
-@BOTH
-def test_a_seed_draws_the_same_alone_and_in_company(name: str) -> None:
-    fields = {"do_sample": True, "seed": 5}
-    alone = descant.Session(tiny(name).model)
-    alone.admit(request(name, ragged(name)[2], **fields))
-    session = descant.Session(tiny(name).model)
-    session.admit(request(name, ragged(name)[0]), request(name, ragged(name)[2], **fields))
-    assert run(session)[1] == run(alone)[0]
-
-
-@BOTH
-def test_the_sound_leaves_with_its_request(name: str) -> None:
-    session = descant.Session(tiny(name).model)
-    session.admit(*(request(name, prompt) for prompt in ragged(name)))
-    assert len(session.model._streams) == len(FRAMES)
-    run(session)
-    assert not session.model._streams
-
-
 def test_a_padded_batch_of_the_processor_is_read_as_transformers_reads_it() -> None:
     model = tiny(KYUTAI).model
     extract = transformers.KyutaiSpeechToTextFeatureExtractor(
@@ -260,6 +219,7 @@ def test_rows_of_different_delay_run_beside_each_other() -> None:
     expected = [new_tokens(VOXTRAL, prompt, num_delay_tokens=delay) for delay in delays]
     assert list(got.values()) == expected
     assert len({tuple(tokens) for tokens in expected}) == len(delays)
+    assert not session.model._streams  # the sound leaves with its request
 
 
 # ------------------------------------------------------------------------ what a position hears
@@ -398,22 +358,20 @@ def test_a_request_without_its_whole_sound_is_refused(name: str) -> None:
     assert not session.model._streams
 
 
-def test_values_of_the_wrong_size_are_refused() -> None:
-    kyutai, voxtral = ragged(KYUTAI)[0], ragged(VOXTRAL)[0]
-    for prompt, field in (
-        ({**kyutai, "input_values": torch.zeros(1, 1, 3)}, "input_values"),
-        ({**kyutai, "audio_window_size": 0}, "audio_window_size"),
-        ({**kyutai, "audio_window_size": 1.5}, "audio_window_size"),
-    ):
-        with pytest.raises(descant.InputError, match=field):
-            descant.generate(tiny(KYUTAI).model, **prompt)
-    for prompt, field in (
-        ({**voxtral, "input_features": torch.zeros(1, 3, 80)}, "input_features"),
-        ({**voxtral, "num_delay_tokens": -1}, "num_delay_tokens"),
-        ({**voxtral, "num_delay_tokens": torch.tensor([1, 2])}, "num_delay_tokens"),
-    ):
-        with pytest.raises(descant.InputError, match=field):
-            descant.generate(tiny(VOXTRAL).model, **prompt)
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        (KYUTAI, "input_values", torch.zeros(1, 1, 3)),
+        (KYUTAI, "audio_window_size", 0),
+        (KYUTAI, "audio_window_size", 1.5),
+        (VOXTRAL, "input_features", torch.zeros(1, 3, 80)),
+        (VOXTRAL, "num_delay_tokens", -1),
+        (VOXTRAL, "num_delay_tokens", torch.tensor([1, 2])),
+    ],
+)
+def test_values_of_the_wrong_size_are_refused(name: str, field: str, value: Any) -> None:
+    with pytest.raises(descant.InputError, match=field):
+        descant.generate(tiny(name).model, **{**ragged(name)[0], field: value})
 
 
 def test_a_prompt_may_hold_the_start_token_beyond_the_vocabulary_and_no_other() -> None:

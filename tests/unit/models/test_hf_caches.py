@@ -108,23 +108,16 @@ def test_steps_equal_one_forward(kind, name, get):
 
 
 @pytest.mark.parametrize(("kind", "name"), NEUTRAL)
-def test_padded_rows_equal_one_forward(kind, name, get):
+@pytest.mark.parametrize("is_declared", [False, True], ids=["padded", "declared"])
+def test_padded_rows_equal_one_forward_and_declared_padding_is_not_kept(kind, name, is_declared, get):
     subject = get(name, **attention(name))
-    ids, mask = padded(subject, (LENGTH, LENGTH - 4, LENGTH - 9))
-    cache = EXACT[kind][0](subject.model, 3)
-    said = stepped(subject.model, cache, feeds(ids, WIDTHS, mask))
-    close(said[mask.bool()], whole(subject.model, ids, mask)[mask.bool()])
-
-
-@pytest.mark.parametrize(("kind", "name"), NEUTRAL)
-def test_masked_padding_is_not_kept(kind, name, get):
-    subject = get(name, **attention(name))
-    lengths = (LENGTH, LENGTH - 4, LENGTH - 6)
+    lengths = (LENGTH, LENGTH - 4, LENGTH - (6 if is_declared else 9))
     ids, mask = padded(subject, lengths)
-    cache = EXACT[kind][0](subject.model, 3).set_padding(mask[:, :7])
+    cache = EXACT[kind][0](subject.model, 3)
+    cache = cache.set_padding(mask[:, :7]) if is_declared else cache
     said = stepped(subject.model, cache, feeds(ids, WIDTHS, mask))
     close(said[mask.bool()], whole(subject.model, ids, mask)[mask.bool()])
-    assert cache.lengths.tolist() == list(lengths)
+    assert not is_declared or cache.lengths.tolist() == list(lengths)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -185,6 +178,9 @@ def test_encoder_decoder(kind, name, get):
     two = {name: value[[2, 0]] for name, value in beside.items()}
     fed = [{"decoder_input_ids": one["decoder_input_ids"][[2, 0]]} for one in fed[-2:]]
     close(stepped(subject.model, again, fed, **two), want[[2, 0], 8:])
+    for given in ({}, {"maximum_length": 2, "max_length": 2}):
+        with pytest.raises(InputError, match="`maximum_length` must be given once"):
+            again.crop(**given)
     again.reset()
     assert not any(again.is_updated.values())
     close(stepped(subject.model, again, [{"decoder_input_ids": said}], **beside), want)
@@ -206,20 +202,6 @@ def test_encoder_decoder_of_transformers_caches(filled, get):
     assert isinstance(cache.self_attention_cache, DynamicCache)
     mixed = EncoderDecoderCache(DynamicCache(), transformers.DynamicCache())
     close(stepped(subject.model, mixed, fed, **beside), want)
-
-
-def test_encoder_decoder_is_cut_by_the_documented_name(get):
-    subject = get("bart")
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    stepped(subject.model, cache, [{"decoder_input_ids": level(subject, 8)}], input_ids=level(subject, 5))
-    cache.crop(maximum_length=6)
-    assert cache.get_seq_length() == 6
-    cache.crop(max_length=-2)
-    assert cache.get_seq_length() == 4
-    assert cache.cross_attention_cache.get_seq_length() == 5
-    for given in ({}, {"maximum_length": 2, "max_length": 2}):
-        with pytest.raises(InputError, match="`maximum_length` must be given once"):
-            cache.crop(**given)
 
 
 def test_encoder_decoder_of_what_is_no_kv_cache_is_refused():
@@ -266,22 +248,6 @@ def test_mamba_is_moved_copied_and_reset(get):
     assert not cache.conv_states.any()
     assert cache.lengths.tolist() == [0, 0, 0]
     close(stepped(subject.model, cache, feeds(ids, (9,)), "cache_params"), want[:, :9])
-
-
-def test_mamba_states_are_written_as_documented(get):
-    cache = mamba(get("mamba"), 2)
-    first = torch.randn(2, 64, 4)
-    cache.update_conv_state(0, first, torch.arange(4))
-    assert torch.equal(cache.conv_states[0], first)
-    new = torch.randn(2, 64, 1)
-    said = cache.update_conv_state(
-        layer_idx=0, conv_states=0, new_conv_state=new, cache_position=torch.tensor([9])
-    )
-    assert torch.equal(said, torch.cat((first[:, :, 1:], new), 2))
-    assert not cache.conv_states[1].any()
-    state = torch.randn(2, 64, 4)
-    cache.update_ssm_state(1, state)
-    assert torch.equal(cache.ssm_states[1], state)
 
 
 # -------------------------------------------------------------------- rows
@@ -466,25 +432,6 @@ def test_what_does_not_fit_is_refused(get):
     assert DynamicCache().get_max_length() == -1
 
 
-@pytest.mark.parametrize("kind", [StaticCache, OffloadedStaticCache])
-def test_static_blocks_are_there_before_the_first_forward(kind, get):
-    subject = get("llama")
-    cache = kind(config=subject.model.config, max_batch_size=3, max_cache_len=10)
-    assert (cache.dtype, cache.device) == (torch.float32, torch.device("cpu"))
-    before = cache.key_cache
-    assert [tuple(block.shape) for block in (*before, *cache.value_cache)] == [(3, 2, 10, 8)] * 4
-    assert {block.dtype for block in before} == {torch.float32}
-    assert not any(bool(block.any()) for block in before)
-    assert cache.get_seq_length() == 0
-    ids = level(subject, 9)
-    close(stepped(subject.model, cache, feeds(ids, (7, 1, 1))), whole(subject.model, ids))
-    if kind is StaticCache:
-        assert cache.key_cache[0].data_ptr() == before[0].data_ptr()
-    assert bool(before[0].any())
-    cache.reset()
-    assert not any(bool(block.any()) for block in (*cache.key_cache, *before))
-
-
 def test_sized_caches_have_the_documented_defaults(get):
     for kind, name in ((StaticCache, "llama"), (SlidingWindowCache, "mistral"), (HybridCache, "gemma2")):
         cache = kind(get(name).model.config, 2, 10)
@@ -497,26 +444,6 @@ def test_sized_caches_have_the_documented_defaults(get):
         stepped(half, StaticCache(config, 3, 10), feeds(ids, (4,)))
     for dtype in (torch.bfloat16, None):
         stepped(half, StaticCache(config, 3, 10, dtype=dtype), feeds(ids, (4,)))
-
-
-def test_usable_length(get):
-    subject = get("llama")
-    caches_ = (DynamicCache(), StaticCache(subject.model.config, 3, 12), SinkCache(8, 2, model=subject.model))
-    for cache in caches_:
-        stepped(subject.model, cache, feeds(level(subject, 6), (6,)))
-    assert [[cache.get_usable_length(new) for new in (1, 4, 7)] for cache in caches_] == [
-        [6, 6, 6], [6, 6, 5], [6, 4, 1]
-    ]  # fmt: skip
-
-
-def test_a_cache_config_names_its_cache():
-    config = descant.CacheConfig("static")
-    assert config.cache_implementation == "static"
-    assert config.to_dict() == {"cache_implementation": "static"}
-    assert descant.CacheConfig.from_dict(config.to_dict()) == config
-    assert config.update(cache_implementation="dynamic", other=1) == {"other": 1}
-    assert descant.CacheConfig(cache_implementation=None).cache_implementation is None
-    assert descant.StaticCacheConfig(1, 2).cache_implementation == "static"
 
 
 def test_settings_may_name_the_cache_that_they_are_for(get):
@@ -556,16 +483,6 @@ def test_a_forward_of_other_rows_is_refused(get):
     cache.update(one, one, 0)
     with pytest.raises(InputError, match="cut short"):
         cache.update(one, one, 2)
-
-
-def test_windows_take_what_they_show(get):
-    subject = get("mistral")
-    long = level(subject, 200, rows=1)
-    caches_ = [sized(SlidingWindowCache)(subject.model, 1), DynamicCache()]
-    for cache in caches_:
-        stepped(subject.model, cache, feeds(long, (100, *(1,) * 100)))
-    assert caches_[0].nbytes < caches_[1].nbytes / 1.5
-    assert caches_[0].key_cache[0].shape[2] == 4
 
 
 # -------------------------------------------------------------------- lossy caches
@@ -712,49 +629,25 @@ def test_quantized(kind, settings, get):
     assert torch.equal(cache.key_cache[0][0], cache.key_cache[0][1])
 
 
-def test_quantized_configs():
-    config = QuantizedCacheConfig()
-    assert config.to_dict() == {
-        "backend": "quanto",
-        "nbits": 4,
-        "axis_key": 0,
-        "axis_value": 0,
-        "q_group_size": 64,
-        "residual_length": 128,
-        "compute_dtype": torch.float16,
-        "device": "cpu",
-    }
-    assert isinstance(config, descant.CacheConfig)
-    assert QuantizedCacheConfig.from_dict(config.to_dict(), nbits=2) == QuantizedCacheConfig(nbits=2)
-    assert config != QuantizedCacheConfig(nbits=2)
-    assert dict(config) == config.to_dict()
-    assert config.update(nbits=8, other=1) == {"other": 1}
-    assert config.nbits == 8
-    assert '"compute_dtype": "float16"' in config.to_json_string()
-    QuantizedCacheConfig(axis_key=1, axis_value=1).validate()
-    for wrong in (
-        {"nbits": 5},
-        {"axis_key": 2},
-        {"axis_value": 3},
-        {"q_group_size": 0},
-        {"residual_length": -1},
-    ):
-        with pytest.raises(ValueError, match=next(iter(wrong))) as caught:
-            QuantizedCacheConfig(**wrong).validate()
-        assert caught.value.field == next(iter(wrong))
-    with pytest.raises(ValueError, match="backend"):
-        QuantizedCacheConfig(backend="other").validate()
-    for kind, wrong in ((QuantoQuantizedCache, {"nbits": 8}), (HQQQuantizedCache, {"axis_key": -1})):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            kind(QuantizedCacheConfig(**wrong))
-    with pytest.raises(InputError, match="QuantizedCacheConfig"):
-        QuantoQuantizedCache(descant.StaticCacheConfig(1, 2))
-    descant.StaticCacheConfig(1, 2).validate()
-    with pytest.raises(ValueError, match="max_cache_len"):
-        descant.StaticCacheConfig(1, 0).validate()
-
-
 # -------------------------------------------------------------------- what others made
+@pytest.mark.parametrize(
+    ("kind", "settings", "field"),
+    [
+        (QuantoQuantizedCache, {"axis_key": 2}, "axis_key"),
+        (QuantoQuantizedCache, {"axis_value": 3}, "axis_value"),
+        (QuantizedCache, {"backend": "other"}, "backend"),
+        (QuantoQuantizedCache, {"q_group_size": 0}, "q_group_size"),
+    ],
+)
+def test_wrong_settings_of_a_quantized_cache_are_named(kind, settings, field):
+    """`tests/reference/spec_sentences` has what the documentation says of cache configs."""
+    with pytest.raises(ConfigError, match=field) as caught:
+        kind(QuantizedCacheConfig(**settings))
+    assert caught.value.field == field
+    with pytest.raises(InputError, match="QuantizedCacheConfig"):
+        kind(descant.StaticCacheConfig(1, 2))
+
+
 def of_transformers(kind, config):
     return {
         "dynamic": transformers.DynamicCache,

@@ -100,20 +100,6 @@ def test_greedy_latents_are_those_of_the_models_own_generate(case: Subject) -> N
     agree(case.model, case.batch, **GREEDY)
 
 
-def test_a_model_in_float32_gives_the_same_but_for_rounding(case: Subject) -> None:
-    assert case.batch is not None
-    model = copy.deepcopy(case.model).float()
-    for inputs in (*case.prompts, case.batch):
-        for asked in (GREEDY, SAMPLED):
-            torch.manual_seed(5)
-            expected = model.generate(**inputs, **{**asked, "max_new_tokens": 5})
-            torch.manual_seed(5)
-            got = descant.generate(model, **inputs, **{**asked, "max_new_tokens": 5})
-            for one, other in zip(expected, got, strict=True):
-                assert one.dtype == other.dtype == torch.float32
-                assert torch.allclose(one, other, atol=1e-4)
-
-
 def test_sampled_latents_have_the_noise_of_torchs_generator(case: Subject) -> None:
     assert case.batch is not None
     drawn = agree(case.model, case.batch, **SAMPLED)
@@ -311,17 +297,12 @@ def test_seeded_rows_are_what_they_are_alone(case: Subject) -> None:
         torch.manual_seed(index)  # of no effect
         (alone,) = descant.generate(case.model, **prompt, **SAMPLED, seed=seed)
         assert torch.allclose(alone, joint[index], atol=1e-6, rtol=1e-6)
-    (other,) = descant.generate(case.model, **case.prompts[0], **SAMPLED, seed=9)
-    assert not torch.allclose(other, joint[0], atol=0.1)
-
-
-def test_sequences_of_a_seeded_prompt_differ(case: Subject) -> None:
-    assert case.batch is not None
-    several = descant.generate(case.model, **case.batch, **SAMPLED, seed=7, num_return_sequences=2)
-    single = descant.generate(case.model, **case.batch, **SAMPLED, seed=7)
-    for row, one in enumerate(single):
+    several = descant.generate(case.model, **case.batch, **SAMPLED, seed=[7, 8, 7], num_return_sequences=2)
+    for row, one in enumerate(joint):
         assert torch.allclose(several[2 * row], one, atol=1e-6, rtol=1e-6)
         assert not torch.allclose(several[2 * row + 1], one, atol=0.1)
+    (other,) = descant.generate(case.model, **case.prompts[0], **SAMPLED, seed=9)
+    assert not torch.allclose(other, joint[0], atol=0.1)
 
 
 # ------------------------------------------------------------------------ sessions
@@ -360,18 +341,6 @@ def test_requests_without_a_seed_draw_one_by_torchs_generator(case: Subject) -> 
         drawn.append(latents_of(case.model, requests[0]))
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.allclose(drawn[0], drawn[2], atol=0.1)
-
-
-def test_latents_are_there_after_each_step(case: Subject) -> None:
-    (request,) = latent_requests(case.model, config(), **case.prompts[0], **settings())
-    session = Session(LatentModel(case.model))
-    session.admit(request)
-    parts = []
-    while len(session):
-        session.step()
-        parts.append(latents_of(case.model, request)[-1])
-    (expected,) = case.model.generate(**case.prompts[0], **GREEDY)
-    assert torch.allclose(torch.stack(parts), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_requests_of_different_settings_share_a_session(case: Subject) -> None:
@@ -430,26 +399,13 @@ def test_a_forward_that_is_repeated_after_a_fault_changes_nothing(
     assert len(calls) > 8
 
 
-def test_a_cancelled_request_leaves_the_others_alone(case: Subject) -> None:
-    assert case.batch is not None
-    requests = latent_requests(case.model, config(), **case.batch, **settings())
-    session = Session(LatentModel(case.model))
-    numbers = session.admit(*requests)
-    session.step()
-    session.cancel(numbers[0])
-    run(session)
-    expected = case.model.generate(**case.batch, **GREEDY)
-    check_equal(expected[1:], [latents_of(case.model, request) for request in requests[1:]])
-    assert len(requests[0].inputs[LATENT_INPUT].latents) == 1
-
-
 def test_a_sequence_belongs_to_one_running_request(case: Subject) -> None:
     (request,) = latent_requests(case.model, config(), **case.prompts[0], **settings())
     session = Session(LatentModel(case.model))
     session.admit(request)
     with pytest.raises(descant.InputError, match="another running request"):
         session.admit(request)
-    with pytest.raises(descant.InputError, match="must be the latent sequence"):
+    with pytest.raises(descant.InputError, match=r"must be the latent sequence.*descant\.sound_request"):
         session.admit(descant.Request([1, 1], config()))
     run(session)
     session.admit(request)
@@ -524,11 +480,6 @@ def test_prompts_must_be_those_of_the_processor(case: Subject) -> None:
 def test_settings_are_checked(case: Subject, name: str, value: Any) -> None:
     with pytest.raises(descant.InputError, match=f"`{name}` must be"):
         descant.generate(case.model, **case.prompts[0], **{**GREEDY, name: value})
-
-
-def test_only_requests_of_latents_run_in_a_session(case: Subject) -> None:
-    with pytest.raises(descant.InputError, match=r"descant\.sound_request"):
-        Session(case.model).admit(descant.Request([0], descant.GenerationConfig(max_new_tokens=2)))
 
 
 def test_a_class_with_another_loop_is_not_taken_for_one_of_these(case: Subject) -> None:

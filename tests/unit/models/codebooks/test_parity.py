@@ -146,10 +146,3 @@ def test_a_streamer_gets_the_codes_of_each_step() -> None:
     rows = subject.model.decoder.num_codebooks
     assert [tuple(step.shape) for step in streamer.steps] == [(rows, 1), *[(rows,)] * 6]
     assert streamer.has_ended
-
-
-def test_a_trace_has_every_codebook() -> None:
-    subject = codebook_subject("musicgen")
-    options = {"max_new_tokens": 5, "return_dict_in_generate": True, "trace": True}
-    output = descant.generate(subject.model, **copied(subject.prompts[0]), **options)
-    assert len(output.trace.requests) == subject.model.decoder.num_codebooks

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 import descant
 from tests.support.codebooks import CLASSES, GUIDED, admit, codebook_subject, copied, drain, same_sound
-from tools.sweep.subject import Entry
-from tools.sweep.trial import subject_of
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -146,34 +144,3 @@ def test_a_sequence_that_has_not_been_fed_outlives_one_that_is_cancelled() -> No
     drain(session, done)
     alone = descant.generate(subject.model, **copied(subject.prompts[1]), **options)
     assert same_sound(alone, requests[1].result([done[number] for number in second]))
-
-
-def test_a_cancelled_sequence_leaves_the_others() -> None:
-    subject = codebook_subject("musicgen")
-    options = {"max_new_tokens": 9}
-    requests = [
-        descant.sound_request(subject.model, **copied(prompt), **options) for prompt in subject.prompts[:2]
-    ]
-    session, done = descant.Session(subject.model), {}
-    first, second = (admit(session, one) for one in requests)
-    drain(session, done, 3)
-    for number in first:
-        session.cancel(number)
-    drain(session, done)
-    alone = descant.generate(subject.model, **copied(subject.prompts[1]), **options)
-    assert same_sound(alone, requests[1].result([done[number] for number in second]))
-
-
-def test_latents_are_requests_of_a_session_too() -> None:
-    subject = subject_of(Entry("text-to-audio", "pocket_tts", "PocketTTSForConditionalGeneration"))
-    options = {**subject.options, "do_sample": True, "seed": 3}
-    requests = [descant.sound_request(subject.model, **copied(one), **options) for one in subject.prompts]
-    session, done = descant.Session(subject.model), {}
-    numbers = [admit(session, requests[0])]
-    drain(session, done, 2)
-    numbers += [admit(session, one) for one in requests[1:]]
-    drain(session, done)
-    for prompt, request, group in zip(subject.prompts, requests, numbers, strict=True):
-        [alone] = descant.generate(subject.model, **copied(prompt), **options)
-        [got] = request.result([done[number] for number in group])
-        assert torch.allclose(alone, got, atol=1e-4)
