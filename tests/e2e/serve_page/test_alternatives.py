@@ -74,19 +74,3 @@ def test_tokens_of_one_character_are_one(open_page: OpenPage) -> None:
         said = page.page.locator("#alternatives").text_content() or ""
         assert "tokens make this character" in said
         page.check()
-
-
-def test_shading_can_be_switched_off(open_page: OpenPage) -> None:
-    page = open_page()
-    page.choose("sampling", {"temperature": 2, "seed": 1, "max_tokens": 12})
-    page.ask("Hello")
-    shades = (
-        "[...document.querySelectorAll('.tok[data-shade=\"4\"] .ink')]"
-        ".map(one => getComputedStyle(one).backgroundColor)"
-    )
-    shaded = set(page.page.evaluate(shades))
-    assert shaded
-    assert "rgba(0, 0, 0, 0)" not in shaded
-    page.page.locator("label:has(#shading)").click()
-    assert set(page.page.evaluate(shades)) == {"rgba(0, 0, 0, 0)"}
-    page.check()

@@ -112,16 +112,6 @@ def test_a_wide_search_is_drawn_in_part(open_page: OpenPage) -> None:
     page.check()
 
 
-def test_without_the_switch_nothing_is_traced(open_page: OpenPage) -> None:
-    page = open_page()
-    page.choose("beams", {"num_beams": 2, "max_tokens": 3})
-    page.ask("Hello")
-    assert "trace" not in page.bodies[-1]
-    assert page.page.locator(".tree").count() == 0
-    assert page.page.get_by_role("link", name="Open the trace").count() == 0
-    page.check()
-
-
 def test_a_stopped_search_no_longer_runs(open_page: OpenPage) -> None:
     page = open_page()
     page.record_traces()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from bench import engines, operators
+from bench import engines
 from descant.testing import toy
 
 REQUESTS = [([5, 6, 7, 8], 3), ([9, 4], 5)]
@@ -45,13 +45,3 @@ def test_vllm_answers_from_its_own_process(tmp_path):
         vllm.close()
     with pytest.raises(RuntimeError, match="the vLLM process ended"):
         engines.VLLMProcess("/bin/true", "models/smollm2", "float32")
-
-
-@torch.no_grad()
-def test_a_profile_has_the_groups_of_each_side(monkeypatch):
-    monkeypatch.setitem(engines.CASES, "batch 1", REQUESTS)
-    lines = engines.profile({"session": engines.session_side(toy())}, "batch 1", 3)
-    assert lines[0] == "| batch 1 | session |"
-    assert [line.split(" | ")[0][2:] for line in lines[2:8]] == [*operators.GROUPS, "the rest", "all"]
-    assert len(lines) == 8 + 3
-    assert all("s  aten::" in line for line in lines[8:])

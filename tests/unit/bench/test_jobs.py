@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from bench import job_cost, job_rows
-from bench.instant_engine import InstantEngine
-from bench.job_parts import print_parts
 from bench.job_sides import SideResult, cost_job, engine_side, local_side, rows_of_words, write_rows
 from bench.jobs import main
-from descant import GenerationConfig, Request
-from descant.engine.planning.planner import as_model
-from descant.engine.serving.async_engine import AsyncEngine
 from descant.models.loading.tiny_llama import toy
 from tests.support import json_tokenizer
 
@@ -29,10 +23,6 @@ def loaded():
 @pytest.fixture
 def job(tmp_path):
     return cost_job("toy", write_rows(tmp_path, rows_of_words(20)), 5, 4)
-
-
-def test_rows_are_the_same_for_a_seed():
-    assert rows_of_words(5) == rows_of_words(5) != rows_of_words(5, seed=1)
 
 
 def test_the_sides_generate_the_same_tokens(job, loaded):
@@ -62,29 +52,6 @@ def test_sides_take_turns_and_other_tokens_are_refused(job, capsys):
         job_cost.measure_sides(job, {"engine": side("engine", 3), "job": side("job", 4)}, 1)
 
 
-def test_parts_are_printed_for_a_row(job, loaded, capsys):
-    print_parts(job, *loaded)
-    times = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert len(times) == 9
-    assert max(times) > 0
-
-
-def test_an_instant_engine_ends_each_request_with_one_token(loaded):
-    counts: list[int] = []
-    engine = InstantEngine(as_model(loaded[0]).traits, 7, counts.append)
-
-    async def run() -> list[list[int]]:
-        config = GenerationConfig(max_new_tokens=1)
-        with AsyncEngine(engine) as running:
-            requests = (running.generate(Request([1, 2], config)) for _ in range(9))
-            finished = await asyncio.gather(*requests)
-        return [one.hypotheses[0].tokens.tolist() for one in finished]
-
-    assert asyncio.run(run()) == [[7]] * 9
-    assert counts[-1] == 9
-    assert len(engine) == 0
-
-
 def test_many_rows_end_once_and_their_memory_is_printed(loaded, tmp_path, monkeypatch, capsys):
     model, tokenizer = loaded
     monkeypatch.setattr(job_rows, "load_tokenizer", lambda _: (tokenizer, None))
@@ -99,15 +66,3 @@ def test_many_rows_end_once_and_their_memory_is_printed(loaded, tmp_path, monkey
     lines = "".join(path.read_text() for path in (tmp_path / "sink").glob("shard*")).splitlines()
     found = [json.loads(line)["row"] for line in lines]
     assert sorted(found) == list(range(400))
-
-
-def test_the_slope_of_memory_is_that_of_the_later_rows():
-    memory = job_rows.MemoryLog(10)
-    assert memory.slope() is None
-    memory.points = [(10, 0), (20, 900 * 2**20), (30, 1000 * 2**20), (40, 1001 * 2**20)]
-    assert memory.slope() == pytest.approx(1e4)
-
-
-def test_a_command_is_required():
-    with pytest.raises(SystemExit):
-        main([])

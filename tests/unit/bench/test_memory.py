@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -26,34 +25,3 @@ def test_a_peak_is_that_of_the_whole_run(side):
     held = 16 * 63 * 2 * 6 * 3 * 64 * 4  # rows, slots, keys and values, layers, heads, size, bytes
     peak = memory._run_process("thin", "equal-16-64", side)
     assert 0.5 * held < peak < 8 * held
-
-
-def test_each_side_is_a_new_process(monkeypatch):
-    commands = []
-
-    class Done:
-        stdout = "a warning\n" + json.dumps(5) + "\n"
-
-    def run(command, **options):
-        commands.append(command)
-        return Done
-
-    monkeypatch.setattr(memory.subprocess, "run", run)
-    assert memory._run_process("thin", "equal-16-64", OURS) == 5
-    assert commands == [
-        [sys.executable, "-m", "bench.memory", "--model", "thin", "--case", "equal-16-64", "--worker", OURS]
-    ]
-    Done.stdout = "null\n"
-    with pytest.raises(RuntimeError, match="peaks need Linux"):
-        memory._run_process("thin", "equal-16-64", THEIRS)
-
-
-def test_the_thin_model_has_the_keys_and_values_of_smollm2_in_fewer_layers():
-    config = memory.thin_model().config
-    assert (config.num_key_value_heads, config.num_attention_heads, config.head_dim) == (3, 9, 64)
-
-
-def test_cases_end_at_the_length_in_their_name():
-    for name, case in memory.MEMORY_CASES.items():
-        assert name.endswith(f"-{len(case.lengths)}-{case.total}")
-        assert max(case.lengths) + case.new == case.total

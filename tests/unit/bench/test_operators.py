@@ -43,8 +43,3 @@ def test_operators_have_their_own_time_and_attention_all_within(tmp_path):
     lines = operators.table("one", {"fast": groups, "other": groups})
     assert lines[0] == "| one | fast | other |"
     assert lines[-1] == "| all | 14.00 | 14.00 |"
-
-
-def test_a_fused_kernel_is_not_the_operator_that_follows_it():
-    name = "graph_0_cpp_fused_add_cat_packed_attention_1"
-    assert operators.group_seconds({name: 1.0}, 1.0)["norms, activations, positions"] == 1.0

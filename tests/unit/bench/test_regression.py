@@ -36,7 +36,3 @@ def test_bad_arguments_are_refused(argv, capsys):
     with pytest.raises(SystemExit):
         regression.main(argv)
     assert "must be" in capsys.readouterr().err
-
-
-def test_each_case_has_a_name_of_its_own():
-    assert len(regression._CASES) == len(regression.CASES) + len(regression._METHODS)

@@ -12,9 +12,9 @@ import transformers
 from bench import scenarios, speculation
 from bench.forward import Forwards
 from bench.models import SUBJECTS
-from bench.prompts import GROUNDED, PROMPTS, Prompt, high_entropy_prompts, repetitive_prompts
+from bench.prompts import PROMPTS
 from bench.scenarios import Method, Scenario, batches
-from bench.speculation import Bench, DecodeStats, Result
+from bench.speculation import Bench, DecodeStats
 
 SMALL = ["--new", "8", "--repeats", "1", "--prompts", "1", "--guesses", "3", "--layers", "1"]
 ALONE = ["none", "transformers none"]
@@ -64,24 +64,6 @@ def printed_rows(capsys: pytest.CaptureFixture[str], *options: str) -> list[dict
     return [dict(zip(names, (line[a:b].strip() for a, b in ends), strict=True)) for line in body]
 
 
-def test_short_prompts_are_decoded_in_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed_rows(capsys, "--only", "short", "--batch", "3", "--way", "lookup, adaptive")
-    cases = ("repetitive", "free, greedy", "free, sampled")
-    assert [row["case"] for row in rows] == [case for case in cases for _ in range(2)]
-    assert [row["method"] for row in rows] == ["none", "lookup, adaptive"] * 3
-    assert {(row["batch"], row["tokens"]) for row in rows} == {("3", "same")}
-
-
-def test_repetitive_prompts_differ_and_repeat_their_line() -> None:
-    texts = [one.text for one in repetitive_prompts(16)]
-    assert len(set(texts)) == 16
-    for text in texts:
-        *lines, last = text.split("\n")
-        assert len(lines) == 3
-        assert len(set(lines)) == 1
-        assert lines[0].startswith(last + " ")
-
-
 def test_grounded_text_alone_and_in_batches(capsys: pytest.CaptureFixture[str]) -> None:
     rows = printed_rows(
         capsys, "--only", "grounded", "--kind", "edit", "--kind", "code", "--batch", "1", "--batch", "3"
@@ -121,30 +103,6 @@ def test_a_copy_of_the_target_is_always_accepted(capsys: pytest.CaptureFixture[s
         assert by[batch, "draft, constant 3"]["tok/fwd"] == "4.00"
     assert by["1", "transformers draft, 3"]["tok/fwd"] == "4.00"
     assert by["1", "draft, constant 3"]["x theirs"] != "-"
-
-
-def test_samples_are_the_same_with_a_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed_rows(capsys, "--only", "unguessable", "--batch", "2")
-    assert [row["case"] for row in rows[::6]] == ["digits", "free"]
-    assert {row["method"] for row in rows} == {
-        *(name for name in LOOKUP_METHODS if not name.startswith("transformers")),
-        "draft, adaptive",
-    }
-    assert {row["tokens"] for row in rows} == {"same"}
-
-
-def test_one_method_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--only", "grounded", "--kind", "edit", "--batch", "1", "--way", "suffix, adaptive"]
-    assert [row["method"] for row in printed_rows(capsys, *options)] == ["none", "suffix, adaptive"]
-
-
-def test_early_layers(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = printed_rows(capsys, "--only", "exit", "--kind", "edit", "--batch", "1")
-    assert {row["tokens"] for row in rows} == {"same"}
-    assert [row["method"] for row in rows if row["accepted"] != "-"][:2] == [
-        "exit, constant 2",
-        "exit, constant 3",
-    ]
 
 
 def test_different_tokens_are_reported(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,14 +158,6 @@ def test_ratios_are_taken_repeat_by_repeat(small: Any, monkeypatch: pytest.Monke
     assert (first.same, second.same) == (True, False)
 
 
-def test_overridden_config_fields_are_restored(small: Any) -> None:
-    config = small.generation_config
-    with speculation._override_config(config, {"num_assistant_tokens": 3}):
-        assert config.num_assistant_tokens == 3
-        config.num_assistant_tokens = 7  # as transformers' own heuristic leaves it
-    assert config.num_assistant_tokens is None
-
-
 def test_a_row_counts_up_to_its_end_token() -> None:
     rows = [[5, 6, 9, 0, 0], [5, 6, 7, 8, 8], []]
     assert speculation._until_end(rows, {9}) == [[5, 6, 9], [5, 6, 7, 8, 8], []]
@@ -227,58 +177,3 @@ def test_forwards_are_timed_by_their_shape(small: Any) -> None:
     fastest = {shapes[2]: 0.5}
     forwards.update_minimum(fastest)
     assert fastest == {shapes[0]: 2.0, shapes[2]: 0.5}
-
-
-def test_batches_are_filled_up_and_padded_at_the_left(small: Any) -> None:
-    short, long = Prompt("a", "ab", chat=False), Prompt("a", "abcd", chat=False)
-    first, second = batches(CharTokenizer(), [short, long, long], 2)
-    assert first["attention_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 1, 1]]
-    assert first["input_ids"][0, :2].tolist() == [0, 0]
-    assert second["attention_mask"].tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
-
-
-def test_the_prompts_are_of_their_kind() -> None:
-    assert {one.kind for one in PROMPTS} == set(GROUNDED)
-    assert len(PROMPTS) >= 6
-    assert sum(map(len, GROUNDED.values())) == len(PROMPTS)
-    digits = [one.text for one in high_entropy_prompts("digits", 3)]
-    assert len(set(digits)) == 3
-    assert all(text.isdigit() for text in digits)
-    # The last two digits also occur earlier.
-    assert all(text[:-2].count(text[-2:]) for text in digits)
-
-
-def test_times_are_wall_time_with_more_threads(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([0.0, 5.0])
-    monkeypatch.setattr(speculation.time, "perf_counter", lambda: next(clock))
-    bench = Bench(small, speculation._options(["--threads", "2"]))
-    monkeypatch.setattr(
-        Bench, "_generate", lambda *_: transformers.utils.ModelOutput(sequences=torch.ones(1, 64))
-    )
-    match = Scenario("case", 1, batches(CharTokenizer(), PROMPTS[:1], 1), [Method("none")], {})
-    assert bench._run_once(match, Method("none"), {})[0] == 5.0
-
-
-def test_a_missing_model_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.undo()
-    monkeypatch.setenv("DESCANT_MODELS", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=r"python tools/models\.py smollm2"):
-        speculation.main([])
-
-
-def test_a_line_has_every_cell() -> None:
-    one = Result("edit", 1, "lookup", 20.0, 1.5, 1.4, 1.6, 1.7, 1.8, None, 0.25, 2.0, None)
-    assert one.line().split() == [
-        "edit",
-        "1",
-        "lookup",
-        "20.0",
-        "1.50",
-        "1.40-1.60",
-        "1.70",
-        "1.80",
-        "-",
-        "25.0%",
-        "2.00",
-        "-",
-    ]

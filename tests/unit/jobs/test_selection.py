@@ -166,21 +166,6 @@ def test_minimum_bayes_risk_takes_what_shares_most() -> None:
         chosen(SelectionConfig(method="mbr"), "a", "b", token_ids=[[1]])
 
 
-def test_minimum_bayes_risk_agrees_with_the_recipe() -> None:
-    from descant.recipes.cookbook.bayes_risk import ngrams, utility
-
-    ids = [[at * step % 7 for at in range(5 + step)] for step in range(1, 7)]
-    texts = [str(at) for at in range(len(ids))]
-    found = chosen(SelectionConfig(method="mbr", keep=9), *texts, token_ids=ids)
-    grams = [ngrams(one, 2) for one in ids]
-    expected = {
-        text: sum(utility(grams[at], other) for place, other in enumerate(grams) if place != at) / 5
-        for at, text in enumerate(texts)
-    }
-    assert {one["text"]: one["score"] for one in found} == pytest.approx(expected, abs=1e-6)
-    assert [one["score"] for one in found] == sorted((one["score"] for one in found), reverse=True)
-
-
 # ------------------------------------------------------------------------ functions
 def test_a_function_of_a_file_scores(tmp_path: Path) -> None:
     body = """

@@ -15,7 +15,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from descant import InputError, MissingExtra
-from descant.api.json_lines import format_line
 from descant.jobs.shards import JobManifest, ShardCheck, ShardFolder
 
 FORMATS = ("jsonl", "parquet")
@@ -68,15 +67,6 @@ def test_records_are_read_back(folder: ShardFolder) -> None:
     assert sorted([*results, *errors], key=lambda one: one["row"]) == [record(row) for row in range(ROWS)]
     assert [one["row"] for one in errors] == sorted(FAILED)
     assert folder.check_shards() == ShardCheck([], len(FAILED), [])
-
-
-def test_json_lines_have_the_bytes_of_their_lines(tmp_path: Path) -> None:
-    found = open_shards(tmp_path / "sink", "jsonl")
-    write_shards(found)
-    assert found.results_file(0).read_text("utf-8") == "".join(
-        format_line(record(row)) for row in (0, 1, 2, 4, 5)
-    )
-    assert found.errors_file(0).read_text("utf-8") == format_line(record(3))
 
 
 def test_parquet_has_one_schema_and_the_same_bytes(tmp_path: Path, contents: Any) -> None:
@@ -161,16 +151,6 @@ def test_a_torn_shard_is_missing_until_it_is_written_again(
         points += 1
 
 
-def test_a_cut_near_the_end_of_a_file_is_noticed(folder: ShardFolder) -> None:
-    for path in (folder.results_file(0), folder.errors_file(0)):
-        whole = path.read_bytes()
-        for size in {*range(0, len(whole), 7), *range(max(0, len(whole) - 40), len(whole))}:
-            path.write_bytes(whole[:size])
-            assert folder.check_shards().missing == [0], size
-        path.write_bytes(whole)
-    assert folder.check_shards().missing == []
-
-
 def test_a_file_that_is_gone_or_has_more_rows_is_noticed(folder: ShardFolder) -> None:
     folder.errors_file(0).unlink()
     folder.results_file(1).unlink()
@@ -178,23 +158,6 @@ def test_a_file_that_is_gone_or_has_more_rows_is_noticed(folder: ShardFolder) ->
     assert folder.check_shards() == ShardCheck([0, 1, 2], 2, [0, 2])
     write_shards(folder, [0, 1, 2])
     assert folder.check_shards() == ShardCheck([], len(FAILED), [])
-
-
-@pytest.mark.parametrize("sink_format", FORMATS)
-def test_a_run_computes_torn_shards_again(make_job, loaded, contents, sink_format: str) -> None:
-    rows: list[Any] = [{"text": f"ship {row}"} for row in range(27)]
-    rows[4] = rows[15] = "{torn"
-    job = make_job(rows, shard_rows=1, sink_format=sink_format, keep_columns="text")
-    job.run(*loaded)
-    whole, rng, points = contents(job.sink), random.Random(1), 0
-    for damage in (cut, fill) * 2:
-        for name, data in whole.items():
-            torn = damage(data, rng) if data and name != "manifest.json" else data
-            (Path(job.sink) / name).write_bytes(torn)
-            points += torn != data
-        assert job.run(*loaded).computed_rows >= 20
-        assert contents(job.sink) == whole
-    assert points >= 100
 
 
 # ------------------------------------------------------------------------ full disks

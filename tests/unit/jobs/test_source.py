@@ -32,14 +32,6 @@ def test_a_broken_quotation_fails_alone(tmp_path: Path) -> None:
     assert [row.error is None for row in rows] == [True, False, True]
 
 
-def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.jsonl")]
-    for path, text in zip(paths, ("{}\n", "{}\n", "{} \n"), strict=True):
-        path.write_text(text)
-    one, same, other = (JobSource([str(path)]).scan(10).content for path in paths)
-    assert one == same != other
-
-
 @pytest.mark.parametrize("text", ["", "x,x\n1,2\n"])
 def test_a_file_of_csv_needs_a_header(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.csv").write_text(text)
@@ -56,11 +48,6 @@ def test_ids_are_unique_and_present(tmp_path: Path) -> None:
     path.write_text('{"k": 1}\n{"k": 2}\n{"k": 1}\n')
     with pytest.raises(InputError, match="rows 0 and 2 share one"):
         JobSource([str(path)], "k").scan(10)
-
-
-def test_a_source_that_is_nowhere_is_refused(make_job, loaded) -> None:
-    with pytest.raises(InputError, match="`source` must be files that can be opened"):
-        make_job(source="nowhere.jsonl").run(*loaded)
 
 
 # ------------------------------------------------------------------------ requests

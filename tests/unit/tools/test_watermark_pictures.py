@@ -63,11 +63,6 @@ def test_the_drawing_shows_the_token_scores(name: str) -> None:
     assert found.verdict in (title.text or "")
 
 
-def test_the_passage_has_edges() -> None:
-    assert watermark_pictures.svg("passage").count('class="edge"') > 100
-    assert 'class="edge"' not in watermark_pictures.svg("green")
-
-
 def test_the_hook_puts_pictures_in_their_place() -> None:
     page = "\n\n".join(f"<!-- marked: {name} -->" for name in watermark_pictures.KEYS)
     made = watermark_pictures.on_page_markdown(page, page=SimpleNamespace(), config={}, files=[])
