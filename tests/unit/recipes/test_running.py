@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from descant.decoding.guidance import ModelWrapper
 from descant.decoding.processors.base import LogitsProcessor
 from descant.decoding.strategies.sampling import Sampling
 from descant.engine.session import Finished, Request, Session
-from descant.errors import ConfigError, InputError, MissingRequirements, RecipeError, UnsupportedModel
+from descant.errors import ConfigError, InputError, RecipeError, UnsupportedModel
 from descant.recipes.recipe import Recipe
 from tests.reference.parity.subjects import level
 from tests.support import pretrained
@@ -189,12 +188,6 @@ def test_a_recipe_in_the_manner_of_the_hubs_runs(model, ids, tmp_path, more):
     assert torch.equal(said, descant.generate(model, ids, max_new_tokens=9, **other))
 
 
-def test_without_a_length_the_documented_one_counts(model, ids):
-    # transformers 5 itself has None for it, with which the documented recipe cannot count.
-    said = descant.generate(model, ids, custom_generate=DOCUMENTED, trust_remote_code=True)
-    assert said.shape == (3, 20)
-
-
 def test_the_documented_example_on_a_real_model():
     real = pretrained.load("smollm2")
     inputs = real.tokenizer(["The quick brown"], return_tensors="pt")
@@ -207,21 +200,6 @@ def test_the_documented_example_on_a_real_model():
     assert padded.shape[1] == 20
     assert padded[0, :5].tolist() == [pad] * 5
     assert padded[0, 5:8].tolist() == inputs["input_ids"][0].tolist()
-
-
-def test_impossible_requirements_are_listed_as_documented(model, ids, tmp_path):
-    folder = tmp_path / "impossible"
-    shutil.copytree(DOCUMENTED, folder)
-    (folder / "custom_generate" / "requirements.txt").write_text("foo\nbar==0.0.0\ntorch>=99.0\n")
-    with pytest.raises(MissingRequirements) as caught:
-        descant.generate(model, ids, recipe=folder, trust_remote_code=True)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == f"Missing requirements for {folder}:"
-    assert lines[1:] == [
-        "foo (installed: None)", "bar==0.0.0 (installed: None)",
-        f"torch>=99.0 (installed: {torch.__version__})",
-    ]  # fmt: skip
-    assert isinstance(caught.value, ValueError)
 
 
 def test_a_function_is_given_the_whole_call(model, ids):
@@ -343,21 +321,6 @@ def test_a_strategy_runs_batched_streamed_and_in_a_mixed_session(model, ids):
         said[0, 6:].tolist(), plain[0, 6:].tolist(), plain[1, 6:].tolist(), beams[0, 6:].tolist(),
         said[1, 6:].tolist(), mirror[0, 6:].tolist(),
     ]  # fmt: skip
-
-
-def test_requests_of_one_recipe_share_what_it_makes(model, ids):
-    made = []
-
-    class Counted(Second):
-        def __init__(self, *given, **more):
-            super().__init__(*given, **more)
-            made.append(self)
-
-    config = descant.GenerationConfig(max_new_tokens=2)
-    session = Session(model)
-    session.admit(*(Request(line, config, recipe=Recipe.from_object(Counted)(rank=2)) for line in ids))
-    session.admit(Request(ids[0], config, recipe=Recipe.from_object(Counted)(rank=3)))
-    assert [one.rank for one in made] == [2, 3]
 
 
 def test_a_strategy_may_make_more_rows_than_it_returns(model, ids):
@@ -493,13 +456,6 @@ def test_a_speech_model_accepts_function_recipes_only():
     with pytest.raises((InputError, UnsupportedModel), match="recipe"):
         descant.generate(whisper, input_features=features, recipe=Second)
     assert descant.generate(whisper, input_features=features, recipe=lambda model, **given: 5) == 5
-
-
-def test_a_missing_argument_is_named(model, ids):
-    with pytest.raises(RecipeError, match="`Without`: needs an argument `unwanted`"):
-        descant.generate(model, ids, recipe=Without)
-    with pytest.raises(RecipeError, match="needs an argument `mine`"):
-        descant.generate(model, ids, recipe=lambda model, mine, **given: None)
 
 
 def test_a_function_may_hand_its_config_on(model, ids):
