@@ -162,7 +162,7 @@ MAX_FILE_BYTES: Final = 1 << 20
 # Python has lower limits, since it is compiled for inspection.
 _MAX_PYTHON_BYTES: Final = 1 << 19
 _MAX_TOTAL_BYTES, _MAX_TOTAL_PYTHON_BYTES = 8 << 20, 1 << 20
-_MAX_FILES, _MAX_DEPTH, _MAX_NAME_CHARS = 200, 8, 200
+_MAX_FILES, _MAX_DEPTH = 200, 8
 _MAX_ENTRIES: Final = 10_000  # of directories, hidden ones and the model's own included
 _HASH_PREFIX: Final = b"descant recipe 1\0"  # version of the hash scheme
 
@@ -174,17 +174,10 @@ _BINARY_SUFFIXES: Final = re.compile(
 )
 _GENERATION_CONFIG: Final = re.compile(r"[^/]*generation_config[^/]*\.json\Z")
 _MODULE_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
-_UNPORTABLE: Final = re.compile(r'[:*?"<>|]|(^|/)\s|[\s.](/|\Z)')
 # Missing on some systems, where `_read_folder` raises. A pipe must not block.
 _OPEN_FLAGS: Final[int] = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-# Characters without a glyph, in addition to the categories.
+# Categories of characters that hide or reorder what a reader sees.
 _INVISIBLE_CATEGORIES: Final = ("Cc", "Cf", "Cs", "Zl", "Zp")
-_INVISIBLE_CHARS: Final = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0") | {
-    *map(chr, range(0x180B, 0x1810)),
-    *map(chr, range(0xFE00, 0xFE0F)),  # without U+FE0F, which many emoji contain
-    *map(chr, (0x2065, *range(0xFFF0, 0xFFF9), *range(0xE0000, 0xE1000))),
-}
-_ENCODING_COOKIE: Final = re.compile(r"[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 _ASCII: Final = frozenset(map(chr, range(32, 127))) | {"\t", "\n", "\f"}
 
 
@@ -266,9 +259,15 @@ class RecipeFiles:
         """The kinds whose names `generate.py` defines, by static analysis."""
         path = self.code_prefix + MAIN_FILE
         try:
-            names = frozenset(_bound_names(_parse(self._text(path))))
-        except (RecursionError, MemoryError):  # the compiler accepts deeper nesting than `ast.parse`
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # syntax warnings of third-party code
+                names = frozenset(_bound_names(ast.parse(self._text(path))))
+        except (RecursionError, MemoryError):
             raise self._error(path, "is nested too deep: make it flatter") from None
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            where, reason = f" in line {line}" if line else "", getattr(error, "msg", str(error))
+            raise self._error(path, f"must be valid Python{where}: {format_value(reason)}") from None
         return tuple(kind for kind in RECIPE_KINDS if kind in names)
 
     def _error(self, path: str, problem: str) -> RecipeError:
@@ -287,11 +286,10 @@ class RecipeFiles:
     def _check(self) -> None:
         """Raise RecipeError for contents that would not load, or that look different from what runs."""
         for path in self.files:
-            suffix = path.casefold().rpartition(".")[2]
-            if suffix == "py":
+            if path.casefold().endswith(".py"):
                 self._check_python(path)
-            elif suffix == "json":
-                self._check_json(path)
+        for path in self.configs:
+            self._check_config(path)
         if self.modules.get("__init__", b"").strip():
             raise RecipeError(self.name, "its `__init__.py` must be empty: write its code in `generate.py`")
         kinds = self.defined_kinds()
@@ -302,61 +300,29 @@ class RecipeFiles:
         _ = self.readme
 
     def _check_python(self, path: str) -> None:
-        """Raise RecipeError for Python that does not compile, or that looks different from what runs.
+        """Raise RecipeError for Python that is not UTF-8, or that looks different from what runs.
 
         Invisible characters and those that reorder text ("Trojan Source", Boucher and Anderson 2021) are
-        refused, also in strings and comments, where an escape can be used instead. Non-ASCII identifiers are
-        refused: they can look like others, and Python normalises them.
+        refused, also in strings and comments, where an escape can be used instead.
         """
         text = self._text(path).replace("\r\n", "\n")
-        for cookie in map(_ENCODING_COOKIE.match, text.split("\n", 2)[:2]):
-            if cookie and cookie[1].lower() not in ("utf-8", "utf8"):
-                raise self._error(path, f"says that it is {format_value(cookie[1])}: save it as UTF-8")
         for char in sorted(set(text) - _ASCII):
-            if unicodedata.category(char) in _INVISIBLE_CATEGORIES or char in _INVISIBLE_CHARS:
+            if unicodedata.category(char) in _INVISIBLE_CATEGORIES:
                 position = f"U+{ord(char):04X} in line {text[: text.index(char)].count(chr(10)) + 1}"
                 raise self._error(path, f"has the invisible character {position}: remove it")
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # syntax warnings of third-party code
-                compile(text, "<recipe>", "exec", dont_inherit=True)
-        except (RecursionError, MemoryError):
-            raise self._error(path, "is nested too deep: make it flatter") from None
-        except (SyntaxError, ValueError) as error:
-            reason = format_value(getattr(error, "msg", str(error)))
-            raise self._error(path, f"must be valid Python{_line_of(error)}: {reason}") from None
-        if text.isascii():
-            return
-        try:
-            # `$` is invalid in code: if this parses, all non-ASCII characters are in strings or comments.
-            _parse(re.sub(r"[^\0-\x7f]", "$", text))
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            raise self._error(path, f"has a name that is not ASCII{_line_of(error)}: rename it") from None
 
-    def _check_json(self, path: str) -> None:
-        """Raise RecipeError for what is not JSON, and for a generation config that is no object."""
-        text = self._text(path)
+    def _check_config(self, path: str) -> None:
+        """Raise RecipeError for a generation config that is no JSON object."""
         try:
-            value = json.loads(text, parse_constant=_refuse_constant)
+            value = json.loads(self._text(path), parse_constant=_refuse_constant)
         except (ValueError, RecursionError, MemoryError):
             raise self._error(path, "must be JSON") from None
-        if path in self.configs and not isinstance(value, dict):
+        if not isinstance(value, dict):
             raise self._error(path, "must hold an object, as a generation config does")
 
 
 def _refuse_constant(text: str) -> None:
     raise ValueError(text)  # NaN and Infinity are not JSON
-
-
-def _parse(text: str) -> ast.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # syntax warnings of third-party code
-        return ast.parse(text)
-
-
-def _line_of(error: BaseException) -> str:
-    line = getattr(error, "lineno", None)
-    return f" in line {line}" if line else ""
 
 
 def _bound_names(module: ast.Module) -> Iterator[str]:
@@ -395,13 +361,8 @@ def select_files(sizes: Mapping[str, int], recipe: str) -> tuple[str, ...]:
     visible = [path for path in sizes if not any(map(_is_skipped, path.split("/")))]
     code = _code_prefix({path.split("/")[0] for path in visible}, recipe)
     selected = sorted(path for path in visible if not code or _is_recipe_file(path))
-    names: dict[str, str] = {}
     for path in selected:
         _check_path(path, recipe)
-        first = names.setdefault(unicodedata.normalize("NFKC", path).casefold(), path)
-        if first != path:
-            both = f"{format_value(first)} and {format_value(path)}"
-            raise RecipeError(recipe, f"some systems cannot tell its files {both} apart: rename one")
     _check_sizes({path: sizes[path] for path in selected}, recipe)
     if code + MAIN_FILE not in selected:
         raise RecipeError(recipe, f"has no `{code}{MAIN_FILE}`: write one that defines its method")
@@ -434,10 +395,7 @@ def _check_path(path: str, recipe: str) -> None:
     parts = path.split("/")
     if len(parts) - 1 > _MAX_DEPTH:
         raise RecipeError(recipe, f"{subject} lies more than {_MAX_DEPTH} folders deep: make it flat")
-    if max(map(len, parts)) > _MAX_NAME_CHARS:
-        raise RecipeError(recipe, f"{subject} has a name of {len(path)} characters: rename it")
-    is_portable = path.isprintable() and not _UNPORTABLE.search(path)
-    if not is_portable or unicodedata.normalize("NFC", path) != path:
+    if not path.isprintable():
         raise RecipeError(recipe, f"{subject} has characters that some systems or eyes misread: rename it")
     if _BINARY_SUFFIXES.search(parts[-1].casefold()):
         advice = "keep to source and text"

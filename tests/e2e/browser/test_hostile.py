@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import unicodedata
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 
@@ -103,10 +100,6 @@ def walked(sheet: Open, folder: Path, texts: list[str]) -> tuple[Trace, dict[str
     return trace, found
 
 
-def test_there_are_enough_of_them() -> None:
-    assert len({text for _, text in hostile.cases()}) >= 300
-
-
 @pytest.fixture(scope="module")
 def tame() -> dict[str, Any]:
     """Filled by the first page: what a page of harmless texts is made of."""
@@ -169,9 +162,9 @@ BESIDE = """
 
 
 def test_side_by_side_shows_it_as_text(sheet: Open, tmp_path: Path) -> None:
-    """Half of them in one page: as tokens of both runs, as methods, as names and values of what was set."""
+    """All of them in one page: as tokens of both runs, as methods, as names and values of what was set."""
     path, found = tmp_path / "page.html", {}
-    everything = [text for _, text in hostile.cases()][::2]
+    everything = [text for _, text in hostile.cases()]
     for name, texts in (("tame", TAME), ("hostile", everything)):
         path.write_text(
             sample_pages.of_texts(texts).html(sample_pages.of_texts(texts[::-1])), encoding="utf-8"
@@ -220,30 +213,6 @@ def pictures(trace: Trace) -> Iterator[tuple[str, dict[str, Any]]]:
         yield picture, {"beside": trace} if picture == "beside" else {}
 
 
-@pytest.mark.parametrize("family", hostile.FAMILIES)
-def test_svg_has_only_what_it_draws_with(family: str) -> None:
-    kinds = {
-        name: {
-            one.tag for one in ElementTree.fromstring(sample_pages.of_texts(TAME).svg(name, **options)).iter()
-        }
-        for name, options in pictures(sample_pages.of_texts(TAME))
-    }
-    trace = sample_pages.of_texts(hostile.of(family))
-    for name, options in pictures(trace):
-        root = ElementTree.fromstring(trace.svg(name, **options).encode("utf-8"))
-        assert {one.tag for one in root.iter()} <= kinds[name] | {SVG + "tspan", SVG + "title"}, name
-        for one in root.iter():
-            assert not [key for key in one.attrib if key.lower().startswith("on") or "href" in key], name
-            assert not any(hidden(sign) for sign in one.text or "")
-
-
-def hidden(sign: str) -> bool:
-    """Whether a sign cannot be seen or turns others around; a line of its own is the drawing's."""
-    return sign != "\n" and (
-        unicodedata.category(sign) in ("Cc", "Cs", "Co", "Cn") or sign in "\u202e\u2066\u200b\ufeff"
-    )
-
-
 @pytest.mark.parametrize("family", ["scripts", "handlers", "addresses", "styles", "entities"])
 def test_svg_is_quiet_in_the_browser(family: str, sheet: Open, tmp_path: Path) -> None:
     trace = sample_pages.of_texts(hostile.of(family))
@@ -254,16 +223,3 @@ def test_svg_is_quiet_in_the_browser(family: str, sheet: Open, tmp_path: Path) -
         assert opened.page.evaluate("window.hit ?? null") is None
         assert opened.page.evaluate("document.documentElement.localName") == "svg"
         opened.check()
-
-
-# ------------------------------------------------------------------------ in a terminal
-@pytest.mark.parametrize("colour", [False, True])
-@pytest.mark.parametrize("family", hostile.FAMILIES)
-def test_a_terminal_gets_no_orders(family: str, colour: bool) -> None:
-    trace = sample_pages.of_texts(hostile.of(family))
-    for name, options in pictures(trace):
-        for request in (0, 1):
-            text = trace.text(name, request=request, colour=colour, **options)
-            bare = re.sub(r"\x1b\[[0-9;]*m", "", text) if colour else text
-            assert {sign for sign in bare if hidden(sign)} == set()
-            bare.encode("utf-8")

@@ -41,16 +41,6 @@ def test_texts_stand_out_from_what_is_behind_them(name: str, scheme: str, runs: 
     assert poor == set()
 
 
-def test_light_and_dark_differ(runs: Runs, sheet: Open) -> None:
-    grounds = {
-        sheet(runs.page("greedy"), color_scheme=scheme).page.evaluate(
-            "getComputedStyle(document.body).backgroundColor"
-        )
-        for scheme in ("light", "dark")
-    }
-    assert len(grounds) == 2
-
-
 @pytest.mark.parametrize("width", [360, 390, 1280])
 @pytest.mark.parametrize("name", SEEN)
 def test_nothing_hangs_over_the_side(name: str, width: int, runs: Runs, sheet: Open) -> None:
@@ -160,45 +150,4 @@ def test_two_thousand_steps_open_at_once(long: Callable[..., Trace], sheet: Open
     for name in tabs(page):
         show(page, name)
     expect(page.locator("#view-text .flow .tok")).to_have_count(2000)
-    opened.check()
-
-
-# Sets the scrubber to one place after the other, and waits each time until what changed has been drawn.
-MOVES = """
-async places => {
-    const range = document.getElementById("step");
-    for (const place of places) {
-        range.value = place;
-        range.dispatchEvent(new Event("input"));
-        await new Promise(done => requestAnimationFrame(() => setTimeout(done)));
-    }
-}
-"""
-
-
-def test_sixteen_beams_scrub_smoothly(long: Callable[..., Trace], sheet: Open, tmp_path: Path) -> None:
-    path = tmp_path / "run.html"
-    path.write_text(long(300, num_beams=16).html(), encoding="utf-8")
-    assert path.stat().st_size <= 2_000_000
-    opened = sheet(path)
-    page = opened.page
-    protocol = page.context.new_cdp_session(page)
-    protocol.send(
-        "Performance.enable", {"timeDomain": "threadTicks"}
-    )  # time of its own, however busy others are
-
-    def busy_seconds() -> float:
-        """Seconds that the page has been busy so far."""
-        return {one["name"]: one["value"] for one in protocol.send("Performance.getMetrics")["metrics"]}[
-            "TaskDuration"
-        ]
-
-    places = [0, 150, 151, 152, 40, 260, 261, 10, 299]
-    for zoomed in (False, True):
-        if zoomed:
-            page.locator("#fit").click()
-        before = busy_seconds()
-        page.evaluate(MOVES, places)
-        taken = (busy_seconds() - before) / len(places)
-        assert 0.0005 < taken < 0.2, zoomed
     opened.check()

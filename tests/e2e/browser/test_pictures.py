@@ -56,12 +56,6 @@ def test_it_opens_without_messages(name: str, runs: Runs, sheet: Open) -> None:
     opened.check()
 
 
-def test_no_request_is_made_with_a_network_either(runs: Runs, sheet: Open) -> None:
-    opened = sheet(runs.page("beams"), offline=False)
-    opened.check()
-    assert opened.asked == [opened.page.url]
-
-
 # ------------------------------------------------------------------------ true to the trace
 def check_tree(page: Page, trace: Trace, request: int, place: int) -> None:
     """The tree on the page is the trace's as it stood after a step."""
@@ -98,16 +92,6 @@ def test_the_tree_is_the_one_of_the_trace(name: str, runs: Runs, sheet: Open) ->
         for place in (0, last // 2):
             scrub(opened.page, place)
             check_tree(opened.page, trace, request, place)
-    opened.check()
-
-
-def test_the_trees_of_two_runs_are_both_there(runs: Runs, sheet: Open) -> None:
-    opened = sheet(runs.page("beside"))
-    show(opened.page, "tree")
-    for at, name in enumerate(("beams", "beside")):
-        opened.page.locator("#choose-run").select_option(str(at))
-        trace = runs.trace(name)
-        check_tree(opened.page, trace, 0, len(trace.steps) - 1)
     opened.check()
 
 

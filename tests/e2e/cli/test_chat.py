@@ -51,12 +51,6 @@ def test_the_system_message_comes_first(descant, loaded, talker):
     assert result.stdout == output_lines(text, text)
 
 
-def test_reset_clears_and_exit_leaves(descant, loaded, talker):
-    result = descant("chat", talker, *OPTIONS, input="Who?\n/reset\nWho?\n/exit\nWho?\n")
-    [text] = answers(*loaded(talker), "Who?")
-    assert (result.exit_code, result.stdout) == (0, output_lines(text, text))
-
-
 @pytest.mark.parametrize(
     "lines", ["/set num_beams=3\n/set --max-new-tokens = 4", "/set num_beams=3 --max-new-tokens = 4"]
 )
@@ -105,33 +99,10 @@ def test_help_and_config(descant, talker):
     assert "512 new tokens" in result.stderr
 
 
-def test_either_length_can_be_set(descant, talker):
-    result = descant("chat", talker, input="/set max_length=40\n/config\n/set max_new_tokens=3\n/config\n")
-    assert result.exit_code == 0
-    assert "40 tokens, prompt included" in result.stderr
-    assert " 3 new tokens" in result.stderr
-
-
 def test_a_length_of_the_config_is_kept(descant, talker, tmp_path):
     package.GenerationConfig(max_length=99).save_pretrained(tmp_path)
     result = descant("chat", talker, "--config", tmp_path, input="/config\n")
     assert "99 tokens, prompt included" in result.stderr
-
-
-def test_a_failed_turn_is_not_kept(descant, loaded, talker, monkeypatch):
-    real, calls = conversation.stream, []
-
-    def failing(*arguments, **options):
-        calls.append(options["input_ids"])
-        if len(calls) == 1:
-            raise package.RowError("no token is left")
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(conversation, "stream", failing)
-    result = descant("chat", talker, *OPTIONS, input="What?\nWho?\n")
-    [text] = answers(*loaded(talker), "Who?")
-    assert (result.exit_code, result.stdout) == (1, output_lines(text))
-    assert "error: no token is left" in result.stderr
 
 
 def test_an_interrupt_ends_the_answer_of_a_person_and_the_run_of_a_program(descant, talker, monkeypatch):
@@ -209,12 +180,6 @@ def test_the_documented_line_switches_sampling_on(descant, loaded, talker):
     assert (result.exit_code, result.stdout) == (0, output_lines(text))
     assert result.stderr.count("do_sample=true is set too: temperature has no use without it") == 1
     assert "set too: top_k" not in result.stderr
-
-
-def test_sampling_that_was_switched_off_stays_off(descant, talker):
-    result = descant("chat", talker, *OPTIONS, "--no-do-sample", input="/set temperature=0.7\n")
-    assert result.exit_code == 1
-    assert "error: `temperature` has no use while `do_sample` is False" in result.stderr
 
 
 def test_undo_and_system_change_what_the_model_reads(descant, talker, monkeypatch):
@@ -295,11 +260,6 @@ def test_whatever_ends_a_turn_the_conversation_goes_on(typed, monkeypatch):
     assert "error: RuntimeError: out of memory" in result.stderr
     assert "interrupted before a reply came" in result.stderr
     assert prompts[-1] == ("user: A?\nassistant: one\nuser: D?\nassistant: so far\nuser: E?\nassistant:")
-
-
-def test_an_interrupt_between_prompts_changes_nothing(typed, monkeypatch):
-    replies(monkeypatch, ["one"], ["two"])
-    assert typed("A?", KeyboardInterrupt(), "B?").stdout == "one\ntwo\n"
 
 
 def test_a_pasted_paragraph_is_one_turn(typed, monkeypatch):

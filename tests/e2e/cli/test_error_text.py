@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import descant
-from descant.cli.application import COMMAND_GROUPS, COMMANDS, build_app
+from descant.cli.application import COMMANDS, build_app
 from descant.cli.chat.command import ChatCommand
 from descant.cli.generate import GenerateCommand
 from descant.cli.options import cli_fields, error_text, option_name, with_option_names
@@ -113,19 +112,6 @@ def test_how_fields_are_written(text: str, expected: str) -> None:
 )  # fmt: skip
 def test_errors_of_each_kind(error: Exception, kind: Any, expected: str) -> None:
     assert error_text(error, kind) == expected
-
-
-def test_an_error_of_another_process_has_its_parts() -> None:
-    error = pickle.loads(pickle.dumps(ConfigError("top_k", "must be", 1, "set do_sample=True")))
-    assert (error.field, error.must, error.got, error.do) == ("top_k", "must be", "1", "set do_sample=True")
-    assert str(error) == "`top_k` must be, got 1: set do_sample=True"
-    assert error_text(error, GenerateCommand) == "--top-k must be, got 1: set --do-sample"
-
-
-def test_every_command_can_write_its_errors() -> None:
-    for commands in (COMMANDS, *(grouped for _, grouped in COMMAND_GROUPS.values())):
-        for entry in commands.values():
-            assert error_text(InputError("debug", "must be", 1), entry.load()) == "--debug must be, got 1"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -47,21 +47,10 @@ def test_every_value_has_its_source(descant, stories, tmp_path):
     assert sources["eos_token_id"] == "model)"
 
 
-def test_the_model_may_be_left_out(descant):
-    result = descant("explain", "--do-sample", "--top-p", 0.9)
-    assert result.exit_code == 0
-    assert result.stdout.startswith("strategy    sampling\n")
-
-
 def test_weights_are_not_read(descant, stories, tmp_path):
     for name in ("config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((Path(stories) / name).read_bytes())
     assert descant("explain", tmp_path).stdout == descant("explain", stories).stdout
-
-
-def test_a_config_may_be_a_folder(descant, stories, tmp_path):
-    GenerationConfig(num_beams=2).save_pretrained(tmp_path)
-    assert "2 beams" in descant("explain", "--config", tmp_path).stdout
 
 
 @pytest.mark.parametrize(
@@ -92,16 +81,6 @@ def test_a_speech_model_is_no_text_generator(descant, tmp_path):
     result = descant("explain", tmp_path)
     assert result.exit_code == 2
     assert "cannot be loaded as a text generator: Unrecognized configuration class" in result.stderr
-
-
-def test_code_that_comes_with_a_model_is_not_run(descant, tmp_path):
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}})
-    )
-    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    result = descant("explain", tmp_path, input="y\n")
-    assert result.exit_code == 2
-    assert not (tmp_path / "ran").exists()
 
 
 def test_errors_are_red_on_a_terminal_by_default(descant):

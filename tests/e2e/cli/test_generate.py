@@ -64,13 +64,6 @@ def test_the_prompt_may_come_from_standard_input(descant, stories):
     assert descant("generate", stories, "-", input=PROMPT + "\n\n").stdout != by_hand.stdout
 
 
-def test_a_config_is_read_and_overruled(descant, stories, tmp_path):
-    package.GenerationConfig(num_beams=3, max_new_tokens=4).save_pretrained(tmp_path)
-    options = ("--config", tmp_path, "--max-new-tokens", 6)
-    expected = descant("generate", stories, PROMPT, "--num-beams", 3, "--max-new-tokens", 6).stdout
-    assert descant("generate", stories, PROMPT, *options).stdout == expected
-
-
 def test_encoder_decoder(descant, tmp_path):
     model, tokenizer = load(str(folder("flan-t5-small-titles")))
     text = "summarize: The committee met on Monday to discuss the new library."
@@ -166,21 +159,6 @@ def test_a_run_that_fails_exits_1(descant, stories, monkeypatch):
     assert (result.exit_code, result.stderr) == (1, "error: RuntimeError: out of memory\n")
 
 
-def test_closing_is_not_forgotten(descant, stories, monkeypatch):
-    closed = []
-
-    def interrupted(*_, **__):
-        try:
-            raise KeyboardInterrupt
-            yield
-        finally:
-            closed.append(True)
-
-    monkeypatch.setattr("descant.api.stream.stream", interrupted)
-    result = descant("generate", stories, PROMPT)
-    assert (result.exit_code, result.stdout, result.stderr, closed) == (130, "", "", [True])
-
-
 def test_a_run_is_recorded(descant, loaded, stories, tmp_path):
     file = tmp_path / "run.jsonl"
     plain = descant("generate", stories, PROMPT, "--max-new-tokens", 6)
@@ -239,7 +217,3 @@ def test_a_length_that_somebody_has_set_is_no_default(descant, stories, tmp_path
         assert descant("generate", stories, PROMPT, *given).stderr == ""
     line = '{"prompt": "Once", "max_new_tokens": 3}\n'
     assert descant("generate", stories, "--input", "-", "--output", "-", input=line).stderr == ""
-
-
-def test_a_text_that_ends_by_itself_is_not_cut(descant, stories):
-    assert descant("generate", stories, PROMPT, "--stop-strings", ",").stderr == ""

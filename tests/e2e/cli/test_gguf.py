@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import struct
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -182,9 +181,3 @@ def test_a_file_that_is_cut_is_refused(descant, tiny, tmp_path):
         result = descant("generate", tmp_path / f"bad{length}.gguf", PROMPT, "--max-new-tokens", 1)
         assert (result.exit_code, result.stdout) == (2, ""), length
         assert result.stderr.startswith("error: "), length
-
-
-def test_the_header_of_a_good_file(tiny):
-    file = GgufFile.find(str(tiny / "f32"))
-    assert file is not None
-    assert file.header == GgufHeader(21, Path(file.path).stat().st_size, adds_bos=True)

@@ -139,14 +139,6 @@ def test_odd_characters_are_their_lines_own(descant, stories, tmp_path):
     assert all(message in line["error"] for message, line in zip(messages, bad, strict=True))
 
 
-def test_messages_must_fit_the_template(descant, talker):
-    rows = [{"messages": "hi"}, {"messages": []}, {"messages": ["hi"]}, {"messages": [{"content": "hi"}]}]
-    result = descant("generate", talker, "--input", "-", input=lines(rows))
-    assert result.exit_code == 1
-    errors = [line["error"] for line in read(result.stdout)]
-    assert all(f"line {number}: `messages` must " in error for number, error in enumerate(errors, 1)), errors
-
-
 def test_a_prompt_is_a_turn_with_chat(descant, talker):
     rows = [{"prompt": "Who?"}, {"messages": [{"role": "user", "content": "Who?"}]}]
     found = read(descant("generate", talker, "--input", "-", "--chat", input=lines(rows)).stdout)

@@ -116,11 +116,6 @@ def test_a_new_folder_passes_its_check_as_written(descant, here, own_lock, capfd
     assert not {name for name in set(sys.modules) - before[1] if "mine" in name or name == "generate"}
 
 
-def test_new_is_a_strategy_by_default(descant):
-    assert descant("recipe", "new", "mine").exit_code == 0
-    assert inspect_recipe("./mine").kind == "strategy"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -149,13 +144,6 @@ def test_check_runs_nothing_untrusted(descant, canary, own_lock, capfd, words):
     assert not canary.exists()
     assert not own_lock.exists()
     assert capfd.readouterr().out == ""
-
-
-def test_check_is_for_folders(descant, hub, canary):
-    for name in ("ann/rec", "bayes-risk"):
-        untouched(descant("recipe", "check", name, "--trust-remote-code"), "FOLDER must be a folder here")
-    assert hub.since() == []
-    untouched(descant("recipe", "check", "./nowhere", "--trust-remote-code"))
 
 
 def test_check_finds_a_broken_law(descant, capfd):
@@ -272,11 +260,6 @@ def test_show_imports_nothing(descant, canary, own_lock):
     assert "\ngenerate.py\n  | open(" in text
 
 
-def test_show_prints_code_on_request(descant, canary):
-    bird(canary)
-    assert "def generate" not in descant("recipe", "show", "bird").stdout
-
-
 def test_show_lists_changes(descant, canary):
     bird(canary, **{"gone.txt": "x"})
     descant("recipe", "trust", "bird")
@@ -360,20 +343,6 @@ def test_show_escapes_control_sequences(descant, canary, monkeypatch):
     assert entry(text, "state")[0].startswith("CHANGED")
 
 
-def test_what_is_refused_is_refused_without_escapes(descant, canary):
-    """A folder that cannot be a recipe, and names with control sequences."""
-    bird(canary, **{"x\x1b[2J\u202e.py": "", "requirements.txt": ""})
-    result = descant("recipe", "show", "bird")
-    untouched(result)
-    assert all(one.isprintable() or one == "\n" for one in result.stderr)
-    for name in (f"./{ODD}", f"ann/{ODD}", ODD, "ann/rec@\x1b[2J"):
-        for command in ("show", "trust", "forget"):
-            result = descant("recipe", command, name)
-            untouched(result)
-            assert all(one.isprintable() or one == "\n" for one in result.stderr)
-    assert not canary.exists()
-
-
 # ------------------------------------------------------------------------ trust, list, forget
 def test_trust_pins_and_forget_unpins(descant, canary, own_lock):
     bird(canary)
@@ -395,22 +364,6 @@ def test_trust_pins_and_forget_unpins(descant, canary, own_lock):
     assert not canary.exists()
 
 
-def test_trust_only_what_was_read(descant, canary):
-    bird(canary)
-    digest = inspect_recipe("./bird").contents.digest
-    Path("bird/other.py").write_text("more = 1\n")
-    untouched(descant("recipe", "trust", "bird", "--digest", digest), f"not {digest}")
-    assert Lock().pins() == {}
-    assert (
-        descant("recipe", "trust", "bird", "--digest", inspect_recipe("./bird").contents.digest).exit_code
-        == 0
-    )
-
-
-def test_installed_ones_need_no_trust(descant):
-    untouched(descant("recipe", "trust", "bayes-risk"), "is from an installed package and needs no trust")
-
-
 def test_forget_takes_what_list_shows_and_folders_that_are_gone(descant, canary):
     bird(canary)
     key = f"folder:{os.path.realpath('bird')}"
@@ -430,14 +383,6 @@ def test_list_shows_what_is_installed_and_trusted(descant, hub, canary):
     *_, last = descant("recipe", "list").stdout.splitlines()
     assert " ".join(last.split()).startswith("hub:ann/bird trusted 20")
     assert f"commit {repo.head[:12]}, sha256:" in last
-
-
-def test_a_broken_lock_is_reported_and_left_unchanged(descant, canary, own_lock):
-    bird(canary)
-    own_lock.write_text("{")
-    for words in (("list",), ("show", "bird"), ("trust", "bird"), ("forget", "bird")):
-        untouched(descant("recipe", *words))
-        assert own_lock.read_text() == "{"
 
 
 # ------------------------------------------------------------------------ push
@@ -467,15 +412,6 @@ def test_push_and_use(descant, hub, stories):
     assert hub.repos["ann/own"].private
 
 
-def test_push_refuses_what_could_not_be_loaded(descant, hub):
-    hub.user("ann", "hf_x")
-    hub.login("hf_x")
-    Path("mine").mkdir()
-    Path("mine/generate.py").symlink_to("/etc/hostname")
-    untouched(descant("recipe", "push", "mine", "ann/mine"), "recipe `mine`")
-    assert not any(one.startswith("POST") for one in hub.since())
-
-
 def test_a_hub_that_fails_exits_1(descant, hub, canary):
     hub.repo("ann/bird", bird(canary))
     hub.fail("GET ", "500")
@@ -493,56 +429,15 @@ def text_of(loaded, stories, **asked):
     return [tokenizer.decode(line, skip_special_tokens=True).removeprefix(PROMPT) for line in out]
 
 
-def test_nothing_runs_untrusted(descant, stories, talker, canary, own_lock):
-    bird(canary)
-    Path("in.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
-    for words in (
-        ("generate", stories, PROMPT),
-        ("generate", stories, "--input", "in.jsonl"),
-        ("chat", talker),
-    ):
-        untouched(
-            descant(*words, "--recipe", "./bird", input="Who?\n"),
-            "recipe `./bird`: is third-party code and needs --trust-remote-code: read it with",
-        )
-    assert not canary.exists()
-    assert not own_lock.exists()
-
-
-def test_what_has_changed_is_refused(descant, stories, canary):
-    bird(canary)
-    words = ("generate", stories, PROMPT, "--recipe", "bird", "--trust-remote-code")
-    assert descant(*words).exit_code == 0
-    assert canary.exists()
-    canary.unlink()
-    Path("bird/generate.py").write_text(f"open({str(canary)!r}, 'a').close()\n# changed\n{FUNCTION}")
-    untouched(descant(*words), "recipe `bird`: is not what was trusted on ")
-    assert not canary.exists()
-    descant("recipe", "trust", "bird")
-    assert descant(*words).exit_code == 0
-
-
-def test_a_missing_requirement_is_reported_before_anything_runs(descant, stories, canary):
-    bird(canary, **{"requirements.txt": "nowhere-to-be-found>=2\ntorch>=99\n"})
-    result = descant("generate", stories, PROMPT, "--recipe", "bird", "--trust-remote-code")
-    untouched(
-        result,
-        "Missing requirements for bird: nowhere-to-be-found>=2 (installed: None), torch>=99 (installed:",
-    )
-    assert not canary.exists()
-
-
-@pytest.mark.parametrize("kind", RECIPE_KINDS)
-def test_generate_runs_every_kind(descant, loaded, stories, kind):
+@pytest.mark.parametrize("kind", ["generate", "strategy", "drafter"])
+def test_generate_runs_each_kind(descant, loaded, stories, kind):
     descant("recipe", "new", "mine", "--kind", kind)
     options = {
         "generate": {"tries": 3},
         "strategy": {"budget": 0.0},
         "drafter": {"ahead": 2},
-        "processor": {"first": 3.0, "span": 4},
-        "wrapper": {"share": 0.9},
     }[kind]
-    asked = {"do_sample": True, "seed": 3} if kind in ("strategy", "processor") else {}
+    asked = {"do_sample": True, "seed": 3} if kind == "strategy" else {}
     [text] = text_of(loaded, stories, recipe="./mine", trust_remote_code=True, **options, **asked)
     words = [word for name, value in options.items() for word in ("--recipe-argument", f"{name}={value}")]
     words += ["--do-sample", "--seed", 3] if asked else []
@@ -556,13 +451,6 @@ def test_generate_runs_every_kind(descant, loaded, stories, kind):
     assert completion["text"] == text
     assert completion["tokens"] == 8
     assert completion["finish_reason"] == (None if kind == "generate" else "length")
-
-
-def test_an_installed_one_needs_no_flag(descant, loaded, stories):
-    options = ("--recipe", "bayes-risk", "--recipe-argument", "samples=4", "--do-sample", "--seed", 1)
-    result = descant("generate", stories, PROMPT, *options, *SHORT)
-    [text] = text_of(loaded, stories, recipe="bayes-risk", samples=4, do_sample=True, seed=1)
-    assert (result.exit_code, result.stdout) == (0, text + "\n")
 
 
 def test_lines_of_json_share_a_recipe(descant, loaded, stories):
@@ -644,13 +532,6 @@ def test_a_function_returns_ids(descant, stories, answer):
     Path("mine/generate.py").write_text(f"def generate(model, input_ids, **others):\n    return {answer}\n")
     result = descant("generate", stories, PROMPT, "--recipe", "mine", "--trust-remote-code")
     untouched(result, "recipe `mine`: must return token ids [N, L], or a record with `sequences`, got ")
-
-
-def test_a_function_that_fails_exits_1(descant, stories):
-    Path("mine").mkdir()
-    Path("mine/generate.py").write_text(FUNCTION)
-    options = ("--recipe", "mine", "--trust-remote-code", "--recipe-argument", "times=0")
-    untouched(descant("generate", stories, PROMPT, *options), "RuntimeError: no time for that", code=1)
 
 
 @pytest.mark.parametrize("kind", ["strategy", "generate"])

@@ -89,11 +89,6 @@ def test_another_file_is_refused(run, whole, tmp_path):
     assert run("--overwrite") == (0, "", whole)
 
 
-def test_the_size_of_batches_does_not_matter(run, whole, tmp_path):
-    (tmp_path / "out.jsonl").write_bytes(whole.splitlines(keepends=True)[0])
-    assert run("--batch-size", 5)[2] == whole
-
-
 def test_lines_that_failed_count_as_done(run, source):
     source.write_text('{"prompt": 5}\n' + source.read_text())
     code, errors, found = run()
@@ -135,22 +130,6 @@ def test_a_misspelt_name_is_refused(descant, stories, name, meant):
     assert "completions" in good
     assert bad["error"].startswith(f"line 3: `{name}` must be a generation parameter")
     assert bad["error"].endswith(f"did you mean `{meant}`?")
-
-
-def test_names_of_the_users_own_are_written_back(descant, stories):
-    own = dict.fromkeys(("id", "tags", "note", "label", "source", "prompt_id", "text", "topic", "meta"), 1)
-    result = descant(
-        "generate", stories, "--input", "-", "--max-new-tokens", 1, input=json.dumps({"prompt": "a", **own})
-    )
-    found = json.loads(result.stdout)
-    assert {name: found[name] for name in own} == own
-
-
-def test_a_line_does_not_compile(descant, stories):
-    line = {"prompt": "a", "cache_implementation": "static", "compile_config": {}}
-    result = descant("generate", stories, "--input", "-", "--max-new-tokens", 1, input=json.dumps(line))
-    error = json.loads(result.stdout)["error"]
-    assert "`compile_config` applies to all lines and must not be set in one" in error
 
 
 def test_a_key_in_a_line_is_not_written_back(run, source, tmp_path):

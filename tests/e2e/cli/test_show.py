@@ -26,10 +26,6 @@ def test_it_shows_what_the_trace_draws(descant, picture):
     assert result.stdout == Trace.load("guesses.jsonl").text(picture, width=80) + "\n"
 
 
-def test_the_text_by_default(descant):
-    assert descant("show", "beams.jsonl").stdout == Trace.load("beams.jsonl").text("text", width=80) + "\n"
-
-
 def test_two_traces_are_side_by_side(descant):
     one, other = Trace.load("beams.jsonl"), Trace.load("guesses.jsonl")
     shown = descant("show", "beams.jsonl", "guesses.jsonl").stdout
@@ -110,9 +106,3 @@ def test_mistakes_are_one_line_and_exit_2(descant, here, arguments, message):
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert (here / "beams.jsonl").read_bytes() == before
-
-
-def test_what_is_no_text_on_standard_input(descant):
-    result = descant("show", "-", input=b"\xff\xfe{}")
-    assert result.exit_code == 2
-    assert "must be" in result.stderr

@@ -84,9 +84,3 @@ def test_a_traceback(descant, tmp_path):
     result = descant("show", f"{tmp_path}/{HOSTILE}", "--debug")
     assert result.exit_code == 2
     assert not any(is_hidden(char) for char in result.stderr if char != "\n")
-
-
-def test_a_trace_that_cannot_be_written_is_told_first(descant, stories, tmp_path):
-    result = descant("generate", stories, "Once", "--max-new-tokens", 1, "--trace", tmp_path / "no" / "x")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "--trace must be a file that can be opened (No such file or directory)" in result.stderr

@@ -23,28 +23,6 @@ def test_it_is_the_tree_of_the_trace(descant):
     assert "1st, " in result.stdout
 
 
-def test_a_step_of_it(descant):
-    assert (
-        descant("tree", "run.jsonl", "--step", 1).stdout
-        == Trace.load("run.jsonl").text("tree", step=1) + "\n"
-    )
-
-
-def test_as_a_file(descant, here):
-    result = descant("tree", "run.jsonl", "--svg", "tree.svg")
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert (here / "tree.svg").read_text(encoding="utf-8") == Trace.load("run.jsonl").svg("tree")
-    assert descant("tree", "run.jsonl", "--svg", "-").stdout == Trace.load("run.jsonl").svg("tree")
-
-
-def test_bold_on_a_terminal(descant):
-    env = {"FORCE_COLOR": "1", "TERM": "xterm-256color", "COLUMNS": "80"}
-    assert (
-        descant("tree", "run.jsonl", env=env).stdout
-        == Trace.load("run.jsonl").text("tree", colour=True) + "\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

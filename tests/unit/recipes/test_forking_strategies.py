@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import descant
-from descant import AsyncEngine, ConfigError, GenerationConfig, InputError, RecipeError, Request, Session
+from descant import ConfigError, GenerationConfig, InputError, RecipeError, Request, Session
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.parts import Sampling
 from descant.testing import check_recipe
@@ -101,15 +101,6 @@ def test_all_sequences_are_returned(model, ids, how):
     assert torch.equal(continued, again)
 
 
-def test_each_prompt_has_as_many_as_its_strategy_found(model, ids):
-    first = descant.generate(model, ids[:1], max_new_tokens=1)
-    config = GenerationConfig(max_new_tokens=6, eos_token_id=int(first[0, 6]))
-    output = descant.generate(model, ids, config, recipe=Best, most=5, return_dict_in_generate=True)
-    assert len(output.sequences) == sum(output.sequence_counts)
-    short = descant.generate(model, ids, max_new_tokens=1, recipe=Best, most=5, return_dict_in_generate=True)
-    assert short.sequence_counts == (2, 2)
-
-
 @pytest.mark.parametrize("how", [{}, {"do_sample": True, "seed": 3}])
 def test_the_best_are_returned_where_a_number_is_asked_for(model, ids, how):
     everything = descant.generate(model, ids, recipe=Fork, **SETTINGS, **how)
@@ -127,15 +118,6 @@ def test_a_stream_gives_each_sequence(model, ids, recipe):
         for event in descant.stream(model, ids, recipe=recipe, **SETTINGS, **how):
             told[event.row][event.sequence] += event.token_ids
         assert told == expected
-
-
-def test_a_scheduler_counts_its_rows(model, ids):
-    scheduler = SchedulerConfig(num_blocks=10, block_size=4)  # of one request at a time
-    config = GenerationConfig(**SETTINGS)
-    with AsyncEngine(model, scheduler=scheduler) as engine:
-        handles = [engine.submit(Request(line.tolist(), config, recipe=Fork)) for line in ids]
-        found = [[one.tokens.tolist() for one in handle.result().hypotheses] for handle in handles]
-    assert found == sequences_of(model, ids)
 
 
 @pytest.mark.parametrize("most", [1, 3])

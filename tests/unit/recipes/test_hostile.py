@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -108,26 +107,15 @@ def instead(text: str | bytes) -> Change:
     return lambda bait: {"generate.py": bait.mark + (text.encode() if isinstance(text, str) else text)}
 
 
-def before(text: str | bytes) -> Change:
-    """The bait with something before its first line."""
-    return lambda bait: {"generate.py": (text.encode() if isinstance(text, str) else text) + bait.main}
-
-
-def config(value: object) -> str:
-    return json.dumps(value)
-
-
 BOTH: dict[str, tuple[Change, str]] = {
     # Where the code is.
     "nothing": (lambda _: {"README.md": b"# A recipe"}, "has no `generate.py`"),
     "main-under-another-case": (lambda bait: {"Generate.py": bait.main}, "has no `generate.py`"),
-    "main-hidden": (lambda bait: {".generate.py": bait.main, "a.py": bait.main}, "has no `generate.py`"),
     "main-is-a-folder": (lambda bait: {"generate.py/a.py": bait.main}, "has no `generate.py`"),
     "two-mains": (
         lambda bait: {"generate.py": bait.main, "custom_generate/generate.py": bait.main},
         "has both `generate.py` and `custom_generate/`",
     ),
-    "two-mains-one-a-file": (also("custom_generate"), "has both"),
     "code-folder-is-a-file": (
         lambda bait: {"custom_generate": bait.main},
         "has no `custom_generate/generate.py`",
@@ -138,98 +126,70 @@ BOTH: dict[str, tuple[Change, str]] = {
     ),
     # What it defines.
     "no-method": (instead("def decode(model):\n    return 1\n"), "must define one of .*, got none"),
-    "no-method-but-inside": (instead("class A:\n    def generate(model): ...\n"), "got none"),
     "two-methods": (code("class strategy: ...\n"), "got generate and strategy"),
     "two-methods-by-import": (code("from os import path as drafter\n"), "got generate and drafter"),
-    "two-methods-in-a-branch": (code("if model := 0:\n    wrapper, b = 1, 2\n"), "got generate and wrapper"),
     # How much it is.
     "large": (also("data.txt", b"a" * ((1 << 20) + 1)), "1048577 bytes"),
     "large-python": (code("#" * (1 << 19)), r"'generate.py' has \d+ bytes"),
-    "much": (
-        lambda bait: {"generate.py": bait.main, **{f"{at}.txt": b"a" * (1 << 20) for at in range(8)}},
-        r"(has|more than) \d+ bytes",
-    ),
     "much-python": (
         lambda bait: {"generate.py": bait.main, **{f"m{at}.py": b"#" * (1 << 18) for at in range(4)}},
         "bytes of Python",
+    ),
+    "much": (
+        lambda bait: {"generate.py": bait.main, **{f"{at}.txt": b"a" * (1 << 20) for at in range(8)}},
+        r"(has|more than) \d+ bytes",
     ),
     "many": (
         lambda bait: {"generate.py": bait.main, **{f"{at}.txt": b"" for at in range(200)}},
         r"(has|more than) \d+ files",
     ),
     "deep": (also("a/" * 9 + "b.txt"), "more than 8"),
-    "long-name": (also("a" * 201), "201 characters"),
     # Names that mislead.
     "name-backslash": (also("a\\b.py"), "leads elsewhere"),
-    "name-drive": (also("c:evil.txt"), "misread"),
     "name-newline": (also("a\nb.txt"), "misread"),
     "name-escape": (also("a\x1b[2Jb.txt"), "misread"),
     "name-bidi": (also("gp\u202eyp.txt"), "misread"),
     "name-unseen": (also("generate\u200b.py"), "misread"),
     "name-of-no-unicode": (also("caf\udce9.txt"), "misread"),
-    "name-trailing-space": (also("generate.py "), "misread"),
-    "name-trailing-dot": (also("generate.py."), "misread"),
-    "name-not-nfc": (also("cafe\u0301.txt"), "misread"),
-    "name-case": (also("GENERATE.PY", CODE), "cannot tell"),
-    "name-compatible": (
-        lambda bait: {"generate.py": bait.main, "\uff46it.txt": b"", "fit.txt": b""},
-        "cannot tell",
-    ),
     "module-init": (lambda bait: {"generate.py": CODE, "__init__.py": bait.mark}, "must be empty"),
-    "module-init-of-code-folder": (
-        lambda bait: {"custom_generate/generate.py": CODE, "custom_generate/__init__.py": bait.mark},
-        "must be empty",
-    ),
     # Unreadable files, by name or by type.
     **{
         f"opaque{suffix}": (also(f"deep/in/data{suffix}"), "compiled, pickled or packed")
         for suffix in (
-            *(".so", ".so.1.2", ".pyd", ".pyc", ".pth", ".pkl", ".PICKLE", ".pt", ".bin", ".ckpt", ".npy"),
-            *(".npz", ".egg", ".whl", ".zip", ".tar.gz", ".joblib", ".dll", ".jar", ".h5"),
+            ".so",
+            ".so.1.2",
+            ".pyc",
+            ".pth",
+            ".PICKLE",
+            ".pt",
+            ".bin",
+            ".npy",
+            ".whl",
+            ".tar.gz",
+            ".joblib",
         )
     },
-    "opaque-in-code-folder": (
-        lambda bait: {"custom_generate/generate.py": bait.main, "custom_generate/x.bin": b"x"},
-        "'custom_generate/x.bin' is compiled, pickled or packed",
-    ),
     # Python that is not what it looks like.
     "python-not-utf8": (code(b"# caf\xe9\n"), "must be UTF-8"),
     "python-utf16": (lambda bait: {"generate.py": bait.main.decode().encode("utf-16")}, "must be UTF-8"),
-    "python-marked": (before(b"\xef\xbb\xbf"), r"invisible character U\+FEFF in line 1"),
-    "python-utf7": (before("# -*- coding: utf-7 -*-\n"), "says that it is 'utf-7'"),
-    "python-rot13": (before("#!/usr/bin/env python\n# vim: set fileencoding=rot13 :\n"), "'rot13'"),
-    "python-cookie-behind-return": (before("\r# coding: utf-7\r\n"), r"U\+000D"),
+    "python-marked": (
+        lambda bait: {"generate.py": b"\xef\xbb\xbf" + bait.main},
+        r"invisible character U\+FEFF in line 1",
+    ),
     "python-nul": (code("x = 1\0\n"), r"U\+0000"),
     "python-bidi": (code("x = 'user\u202e \u2066# admin\u2069 \u2066'\n"), "invisible character"),
-    "python-bidi-in-comment": (code("# \u2067 only a comment\n"), r"U\+2067"),
     "python-unseen-space": (code("x = 'a\u200bb'\n"), r"U\+200B"),
-    "python-unseen-letter": (code("def f(a, \u3164=1): ...\n"), r"U\+3164"),
     "python-unseen-tags": (code("x = 'a\U000e0061\U000e0062'\n"), r"U\+E0061"),
-    "python-unseen-selectors": (code("x = 'a\U000e0101\U000e0102'\n"), r"U\+E0101"),
     "python-line-separator": (code("# comment\u2028x = 1\n"), r"U\+2028"),
     "python-escape": (code("# \x1b]0;title\x07\n"), "invisible character"),
-    "python-homoglyph": (code("\u0430dmin = 1\n"), "not ASCII in line 5"),
-    "python-compatible-name": (code("\U0001d41e\U0001d431\U0001d41e\U0001d41c('x')\n"), "not ASCII"),
-    "python-homoglyph-in-format": (code("x = f'{\u0430dmin}'\n"), "not ASCII"),
     "python-does-not-parse": (code("def f(:\n"), "must be valid Python in line 5"),
-    "python-does-not-compile": (code("return 1\n"), "'return' outside function"),
-    "python-number": (code("x = " + "9" * 5000 + "\n"), "must be valid Python"),
     "python-deep-operators": (code("x = " + "-" * 100_000 + "1\n"), "nested too deep"),
     "python-deep-attributes": (code("x = a" + ".b" * 100_000 + "\n"), "nested too deep"),
-    "python-deep-brackets": (
-        code("x = " + "(" * 5000 + ")" * 5000 + "\n"),
-        "must be valid Python|nested too deep",
-    ),
-    "python-deep-blocks": (code("".join(" " * at + "if x:\n" for at in range(150))), "must be valid Python"),
-    "sibling-does-not-parse": (also("other.py", "def f(:\n"), "'other.py' must be valid Python"),
-    "test-does-not-parse": (also("tests/test_it.py", "def f(:\n"), "'tests/test_it.py' must be valid Python"),
     "sibling-bidi": (also("other.py", "x = 'a\u202eb'\n"), "'other.py' has the invisible character"),
     # Settings that cannot be read.
     "json-broken": (also("a.json", "{"), "must be JSON"),
     "json-nan": (also("a.json", '{"top_p": NaN}'), "must be JSON"),
     "json-deep": (also("a.json", "[" * 200_000), "must be JSON"),
-    "json-number": (also("a.json", "9" * 5000), "must be JSON"),
-    "json-utf16": (also("a.json", config({"a": 1}).encode("utf-16")), "must be UTF-8"),
     "json-no-object": (also("generation_config.json", "[1]"), "must hold an object"),
     "readme-not-utf8": (also("README.md", b"caf\xe9"), "must be UTF-8"),
     # Requirements that are more than names and versions.
@@ -240,29 +200,15 @@ BOTH: dict[str, tuple[Change, str]] = {
         )
         for name, line in {
             "index": "--index-url https://evil.example/simple",
-            "extra-index": "--extra-index-url=https://evil.example/simple",
-            "file": "-r other.txt",
-            "editable": "-e .",
-            "address": "https://evil.example/torch-9-py3-none-any.whl",
             "direct": "torch @ https://evil.example/torch.whl",
-            "git": "git+https://evil.example/torch",
             "path": "./torch",
-            "wheel": "torch-9-py3-none-any.whl",
-            "hash": "torch==2.4 --hash=sha256:00",
-            "environment": "torch==${VERSION}",
-            "continued": "torch\\",
             "escape": "torch \x1b[2J",
-            "none": "!!!",
         }.items()
     },
     "requirements-not-utf8": (also("requirements.txt", b"torch # caf\xe9"), "must be UTF-8"),
     "requirements-many": (also("requirements.txt", "torch\n" * 101), "at most 100 requirements"),
     "requirement-long": (also("requirements.txt", "torch" + " " * 300 + ">=2"), "of 300 characters"),
 }
-
-
-def test_there_are_enough() -> None:
-    assert len(BOTH) + len(LISTED) + len(DISK) >= 30
 
 
 @pytest.mark.parametrize("case", BOTH)
@@ -280,20 +226,9 @@ def test_from_the_hub(case: str, bait: Bait) -> None:
 
 
 SERVED = (
-    *(
-        "nothing",
-        "two-mains",
-        "two-methods",
-        "large",
-        "many",
-        "deep",
-        "name-case",
-        "module-init",
-        "opaque.pkl",
-    ),
-    *("opaque-in-code-folder", "python-bidi", "python-homoglyph", "python-does-not-parse", "json-deep"),
-    *("requirement-index", "requirement-direct"),
-)
+    "nothing", "two-mains", "two-methods", "large", "many", "deep", "module-init", "opaque.bin",
+    "python-bidi", "python-does-not-parse", "json-deep", "requirement-direct",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SERVED)
@@ -312,7 +247,7 @@ def test_a_served_bait_works(bait: Bait, hub: Hub) -> None:
 
 
 def test_what_a_listing_refuses_is_not_fetched(bait: Bait, hub: Hub) -> None:
-    for case in ("large", "many", "deep", "name-case", "opaque.pkl", "two-mains"):
+    for case in ("large", "many", "deep", "opaque.bin", "two-mains"):
         change, match = BOTH[case]
         hub.repo(f"eve/{case}", dict(change(bait)))
         with pytest.raises(RecipeError, match=match):
@@ -322,25 +257,16 @@ def test_what_a_listing_refuses_is_not_fetched(bait: Bait, hub: Hub) -> None:
 
 # --- What only a listing can hold.
 
-LISTED: dict[str, str] = {
-    "parent": "../evil.py",
-    "parent-within": "data/../../evil.py",
-    "parent-hidden": ".cache/../../evil.py",
-    "absolute": "/tmp/evil.py",
-    "this": "./generate.py",
-    "empty": "",
-    "empty-part": "data//a.txt",
-    "folder": "data/",
-    "nul": "generate.py\0.txt",
-    "windows-parent": "..\\evil.py",
-    "windows-share": "\\\\evil\\share.py",
-}
+LISTED = (
+    "../evil.py", "data/../../evil.py", ".cache/../../evil.py", "/tmp/evil.py", "./generate.py", "",
+    "data//a.txt", "data/", "generate.py\0.txt", "..\\evil.py", "\\\\evil\\share.py",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("main", ["generate.py", "custom_generate/generate.py"])
-@pytest.mark.parametrize("case", LISTED)
-def test_listed(case: str, main: str, bait: Bait) -> None:
-    files = {main: bait.main, LISTED[case]: bait.main}
+@pytest.mark.parametrize("path", LISTED)
+def test_listed(path: str, main: str, bait: Bait) -> None:
+    files = {main: bait.main, path: bait.main}
     refused(bait, "eve/bad", "leads elsewhere", lambda: RecipeFiles.from_files(files, "eve/bad"))
 
 
@@ -352,7 +278,7 @@ def test_a_listing_without_end(bait: Bait) -> None:
 # --- What only a disk can hold.
 
 
-def linked(bait: Bait) -> Path:
+def linked_folder(bait: Bait) -> Path:
     real = bait.place / "real"
     real.mkdir()
     (real / "generate.py").write_bytes(bait.main)
@@ -360,60 +286,30 @@ def linked(bait: Bait) -> Path:
     return bait.folder
 
 
-def linked_loop(bait: Bait) -> Path:
-    bait.folder.symlink_to(bait.folder)
-    return bait.folder
+def link(name: str, target: str, main: str = "generate.py") -> Callable[[Bait], Path]:
+    """A link in a folder whose code is in `main`."""
 
-
-def linked_main(bait: Bait) -> Path:
-    (bait.place / "main.py").write_bytes(bait.main)
-    bait.folder.mkdir()
-    (bait.folder / "generate.py").symlink_to("../main.py")
-    return bait.folder
-
-
-def linked_main_within(bait: Bait) -> Path:
-    folder = bait.laid({"other.py": bait.main})
-    (folder / "generate.py").symlink_to("other.py")
-    return folder
-
-
-def linked_code(bait: Bait) -> Path:
-    folder = bait.laid({"code/generate.py": bait.main})
-    (folder / "custom_generate").symlink_to("code")
-    return folder
-
-
-def linked_code_elsewhere(bait: Bait) -> Path:
-    (bait.place / "code").mkdir()
-    (bait.place / "code" / "generate.py").write_bytes(bait.main)
-    bait.folder.mkdir()
-    (bait.folder / "custom_generate").symlink_to(bait.place / "code", target_is_directory=True)
-    return bait.folder
-
-
-def linked_beside(name: str, target: str, layout: str = "") -> Callable[[Bait], Path]:
     def lay(bait: Bait) -> Path:
-        folder = bait.laid({f"{layout}generate.py": bait.main})
-        at = folder / name
-        at.parent.mkdir(exist_ok=True)
-        at.symlink_to(target)
+        folder = bait.laid({main: bait.main})
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(target)
         return folder
 
     return lay
 
 
-def pipe(name: str) -> Callable[[Bait], Path]:
+def with_main(change: Callable[[Path], object]) -> Callable[[Bait], Path]:
+    """The bait, whose folder is changed."""
+
     def lay(bait: Bait) -> Path:
-        folder = bait.laid({} if name == "generate.py" else {"generate.py": bait.main})
-        os.mkfifo(folder / name)
+        folder = bait.laid({"generate.py": bait.main})
+        change(folder)
         return folder
 
     return lay
 
 
-def listening(bait: Bait) -> Path:
-    folder = bait.laid({"generate.py": bait.main})
+def listen(folder: Path) -> None:
     here = os.getcwd()
     os.chdir(folder)  # the name of a socket may not be long
     try:
@@ -421,42 +317,23 @@ def listening(bait: Bait) -> Path:
             one.bind("socket")
     finally:
         os.chdir(here)
-    return folder
 
 
-def device(bait: Bait) -> Path:
-    folder = bait.laid({"generate.py": bait.main})
+def make_device(folder: Path) -> None:
     try:
         os.mknod(folder / "zero", 0o020666, os.makedev(1, 5))
     except PermissionError:
         pytest.skip("only root makes devices")
-    return folder
 
 
-def sparse(bait: Bait) -> Path:
-    folder = bait.laid({"generate.py": bait.main})
-    with open(folder / "data.txt", "wb") as file:
-        file.truncate(1 << 40)
-    return folder
+def swap_main_for_pipe(folder: Path) -> None:
+    (folder / "generate.py").unlink()
+    os.mkfifo(folder / "generate.py")
 
 
-def sparse_main(bait: Bait) -> Path:
-    folder = bait.laid({"generate.py": bait.main})
-    os.truncate(folder / "generate.py", 1 << 40)
-    return folder
-
-
-def deep(bait: Bait) -> Path:
-    folder = bait.laid({"generate.py": bait.main})
-    (folder / ("a/" * 60)).mkdir(parents=True)
-    return folder
-
-
-def crowded(bait: Bait) -> Path:
-    folder = bait.laid({"generate.py": bait.main})
+def crowd(folder: Path) -> None:
     for at in range(10_001):
         os.close(os.open(folder / f".{at}", os.O_CREAT))
-    return folder
 
 
 def alone(bait: Bait) -> Path:
@@ -464,35 +341,28 @@ def alone(bait: Bait) -> Path:
     return bait.folder
 
 
+INNER = "custom_generate/generate.py"
 DISK: dict[str, tuple[Callable[[Bait], Path], str]] = {
-    "linked": (linked, "its folder is a link"),
-    "linked-loop": (linked_loop, "its folder is a link"),
-    "linked-main": (linked_main, "'generate.py' is a link"),
-    "linked-main-within": (linked_main_within, "'generate.py' is a link"),
-    "linked-code": (linked_code, "'custom_generate' is a link"),
-    "linked-code-elsewhere": (linked_code_elsewhere, "'custom_generate' is a link"),
-    "linked-readme": (linked_beside("README.md", "/etc/passwd"), "'README.md' is a link"),
-    "linked-config": (
-        linked_beside("generation_config.json", "/etc/passwd", "custom_generate/"),
-        "is a link",
+    "linked": (linked_folder, "its folder is a link"),
+    "linked-main": (link("generate.py", "../main.py", "other.py"), "'generate.py' is a link"),
+    "linked-main-within": (link("generate.py", "other.py", "other.py"), "'generate.py' is a link"),
+    "linked-code": (link("custom_generate", "code", "code/generate.py"), "'custom_generate' is a link"),
+    "linked-readme": (link("README.md", "/etc/passwd"), "'README.md' is a link"),
+    "linked-config": (link("generation_config.json", "/etc/passwd", INNER), "is a link"),
+    "linked-requirements": (link("requirements.txt", "/dev/stdin", INNER), "is a link"),
+    "linked-parent": (link("data", ".."), "'data' is a link"),
+    "linked-below": (link("custom_generate/data", "..", INNER), "generate/data' is a link"),
+    "linked-to-itself": (link("other.py", "other.py"), "'other.py' is a link"),
+    "pipe": (with_main(lambda folder: os.mkfifo(folder / "data.txt")), "neither a file nor a folder"),
+    "pipe-as-main": (with_main(swap_main_for_pipe), "neither a file nor a folder"),
+    "socket": (with_main(listen), "neither a file nor a folder"),
+    "device": (with_main(make_device), "neither a file nor a folder"),
+    "sparse": (with_main(lambda folder: os.truncate(folder / "generate.py", 1 << 40)), f"{1 << 40} bytes"),
+    "folders-without-end": (
+        with_main(lambda folder: (folder / ("a/" * 60)).mkdir(parents=True)),
+        "more than 8 deep",
     ),
-    "linked-requirements": (linked_beside("requirements.txt", "/dev/stdin", "custom_generate/"), "is a link"),
-    "linked-folder": (linked_beside("data", "/etc"), "'data' is a link"),
-    "linked-parent": (linked_beside("data", ".."), "'data' is a link"),
-    "linked-below": (
-        linked_beside("custom_generate/data", "..", "custom_generate/"),
-        "generate/data' is a link",
-    ),
-    "linked-dangling": (linked_beside("other.py", "nowhere.py"), "'other.py' is a link"),
-    "linked-to-itself": (linked_beside("other.py", "other.py"), "'other.py' is a link"),
-    "pipe": (pipe("data.txt"), "neither a file nor a folder"),
-    "pipe-as-main": (pipe("generate.py"), "neither a file nor a folder"),
-    "socket": (listening, "neither a file nor a folder"),
-    "device": (device, "neither a file nor a folder"),
-    "sparse": (sparse, f"{1 << 40} bytes"),
-    "sparse-main": (sparse_main, f"{1 << 40} bytes"),
-    "folders-without-end": (deep, "more than 8 deep"),
-    "entries-without-end": (crowded, "more than 10000 entries"),
+    "entries-without-end": (with_main(crowd), "more than 10000 entries"),
     "no-folder": (alone, "got a file"),
     "nowhere": (lambda bait: bait.folder, "there is no such folder"),
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import linecache
-import os
 import sys
 import threading
 import time
@@ -87,11 +86,6 @@ def test_modules_see_each_other_by_relative_imports_only() -> None:
             importlib.import_module(bare)
 
 
-def test_a_sibling_under_its_bare_name_is_not_found() -> None:
-    with pytest.raises(RecipeError, match="No module named 'other_of_mine'"):
-        import_recipe(contents("import other_of_mine\ndef generate(model): ...", other_of_mine=""), "mine")
-
-
 def test_modules_that_import_each_other() -> None:
     names = import_recipe(
         contents(
@@ -144,30 +138,6 @@ def test_threads_import_it_once_and_see_it_whole() -> None:
         one.join()
     assert len(found) == 8
     assert len({id(one["count"]) for one in found}) == 1
-
-
-def test_threads_that_fail_all_say_why() -> None:
-    got, start = (
-        contents("import time\ntime.sleep(0.05)\n1 / 0\ndef generate(model): ..."),
-        threading.Barrier(6),
-    )
-    errors: list[BaseException] = []
-
-    def load() -> None:
-        start.wait()
-        try:
-            import_recipe(got, "mine")
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=load) for _ in range(6)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert [type(one) for one in errors] == [RecipeError] * 6
-    assert all("division by zero" in str(one) for one in errors)
-    assert not ours()
 
 
 def test_one_recipe_may_load_another_from_a_thread_while_it_is_imported() -> None:
@@ -246,17 +216,6 @@ def test_tracebacks_show_lines() -> None:
     assert inspect.getmodule(names["generate"]) is sys.modules[names["__name__"]]
 
 
-def test_lines_shown_are_those_that_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not those of a file that is there now."""
-    monkeypatch.chdir(tmp_path)
-    names = import_recipe(contents("def generate(model):\n    return 1 / model  # ran"), "folder")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "generate.py").write_text("x\nsomething else\n")
-    with pytest.raises(ZeroDivisionError) as error:
-        names["generate"](0)
-    assert "# ran" in "".join(traceback.format_exception(error.value))
-
-
 def test_a_name_with_control_characters_stays_off_the_terminal() -> None:
     names = import_recipe(contents("def generate(model): ..."), "od\x1b[2Jd\n")
     assert names["__spec__"].origin == "recipe:od?[2Jd?/generate.py"
@@ -277,20 +236,6 @@ def test_late_imports_outlive_invalidated_caches() -> None:
     assert names["generate"](None) == 4
 
 
-def test_late_imports_take_nothing_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the finder in the import system nothing is found, wherever the files are."""
-    names = import_recipe(
-        contents("def generate(model):\n    from .late import four", late="four = 4"), "mine"
-    )
-    [entry] = sys.modules[names["__package__"]].__path__
-    assert os.path.isabs(entry)
-    with pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
-        os.makedirs(entry)
-    monkeypatch.delitem(sys.path_importer_cache, entry)
-    with pytest.raises(ModuleNotFoundError):
-        names["generate"](None)
-
-
 def test_an_empty_init_is_no_module() -> None:
     got = contents("from . import other\ndef generate(model): return other.x", other="x = 1", __init__="")
     names = import_recipe(got, "mine")
@@ -304,12 +249,6 @@ def test_a_coding_cookie_is_ignored() -> None:
     text = "# coding: utf-7\nword = '+AGE-é'\ndef generate(model): ..."
     unchecked: Any = SimpleNamespace(digest="sha256:" + "d" * 64, modules={"generate": text.encode()})
     assert import_recipe(unchecked, "mine")["word"] == "+AGE-é"
-
-
-def test_transformers_folder() -> None:
-    files = {"custom_generate/generate.py": b"from .other import x\ndef generate(model): return x",
-             "custom_generate/other.py": b"x = 1"}  # fmt: skip
-    assert import_recipe(RecipeFiles.from_files(files, "mine"), "mine")["generate"](None) == 1
 
 
 def test_a_recipe_that_loads_itself_ends() -> None:

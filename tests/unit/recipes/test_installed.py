@@ -118,23 +118,3 @@ def test_a_look_at_an_installed_one_imports_nothing(installed: Callable[..., Pat
     assert "their_module" not in sys.modules
     with pytest.raises(RecipeError, match="needs no trust"):
         trust_recipe("their-way")
-
-
-def test_a_package_does_not_take_a_folders_place(
-    installed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One who installs something under a folder's name must not run instead of it, nor the other way."""
-    installed("some-dist", {"their-way": "their_module"}, {"their_module": GENERATE})
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "their-way").mkdir()
-    for trust in (False, True):
-        with pytest.raises(RecipeError, match=r"write ./their-way for the folder"):
-            load_recipe("their-way", trust_remote_code=trust)
-
-
-def test_two_packages_with_one_name_are_refused(installed: Callable[..., Path]) -> None:
-    modules = {"their_module": GENERATE, "other_module": GENERATE}
-    installed("some-dist", {"their-way": "their_module"}, modules)
-    installed("other-dist", {"their-way": "other_module"}, {})
-    with pytest.raises(RecipeError, match="several packages"):
-        load_recipe("their-way")

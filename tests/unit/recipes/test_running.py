@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ import torch
 import transformers
 
 import descant
-from descant.core.records import Proposal
-from descant.core.rows import index_rows
-from descant.decoding.guidance import ModelWrapper
 from descant.decoding.processors.base import LogitsProcessor
 from descant.decoding.strategies.sampling import Sampling
 from descant.engine.session import Finished, Request, Session
-from descant.errors import ConfigError, InputError, MissingRequirements, RecipeError, UnsupportedModel
+from descant.errors import ConfigError, InputError, RecipeError, UnsupportedModel
 from descant.recipes.recipe import Recipe
+from tests.contracts.test_recipes import Again, Colder
 from tests.reference.parity.subjects import level
 from tests.support import pretrained
 
@@ -57,19 +54,6 @@ class Best(Sampling):
         return sorted(super().finish(request), key=lambda one: -len(one.tokens))
 
 
-class Mirror(ModelWrapper):
-    """Says the opposite."""
-
-    def __init__(self, inner, *, scale=-1.0):
-        super().__init__(inner)
-        self.scale = scale
-
-    def forward(self, rows, proposal, cache):
-        output, mine = self.inner.forward(rows, proposal, cache), self.active_rows(rows)
-        said = index_rows(output.logits, mine) * self.scale
-        return output._replace(logits=output.logits.index_copy(0, mine, said), base_logits=output.logits)
-
-
 class Without(LogitsProcessor):
     """Never says a token."""
 
@@ -91,27 +75,14 @@ class Bare:
         return scores.scatter(1, torch.full((len(scores), 1), self.unwanted), -torch.inf)
 
 
-class Parrot:
-    """Drafts the last token again."""
+class Parrot(Again):
+    """Drafts the last token again, and counts."""
 
-    is_model_free = True
-
-    def __init__(self):
-        self.asked = 0
-
-    def add_requests(self, requests, inputs):
-        pass
-
-    def remove_requests(self, requests):
-        pass
-
-    def commit(self, parents, lengths):
-        pass
+    asked = 0
 
     def draft(self, rows, most, aid):
         self.asked += 1
-        last = rows.tokens.gather(1, (rows.length - 1)[:, None])
-        return Proposal(drafts=last.expand(-1, 2).clone(), num_drafts=most.clamp(max=2))
+        return super().draft(rows, most, aid)
 
 
 @pytest.fixture
@@ -187,41 +158,6 @@ def test_a_recipe_in_the_manner_of_the_hubs_runs(model, ids, tmp_path, more):
     said = descant.generate(model, ids, **given, **more)
     other = {"recipe": Second, "rank": 2} if "rank" in more else more
     assert torch.equal(said, descant.generate(model, ids, max_new_tokens=9, **other))
-
-
-def test_without_a_length_the_documented_one_counts(model, ids):
-    # transformers 5 itself has None for it, with which the documented recipe cannot count.
-    said = descant.generate(model, ids, custom_generate=DOCUMENTED, trust_remote_code=True)
-    assert said.shape == (3, 20)
-
-
-def test_the_documented_example_on_a_real_model():
-    real = pretrained.load("smollm2")
-    inputs = real.tokenizer(["The quick brown"], return_tensors="pt")
-    said = descant.generate(real.model, **inputs, recipe=DOCUMENTED, trust_remote_code=True)
-    text = real.tokenizer.batch_decode(said, skip_special_tokens=True)[0]
-    assert text.startswith("The quick brown fox")
-    assert torch.equal(said, descant.generate(real.model, **inputs, max_length=20))
-    padded = descant.generate(real.model, **inputs, recipe=DOCUMENTED, trust_remote_code=True, left_padding=5)
-    pad = real.model.generation_config.pad_token_id or real.model.config.pad_token_id
-    assert padded.shape[1] == 20
-    assert padded[0, :5].tolist() == [pad] * 5
-    assert padded[0, 5:8].tolist() == inputs["input_ids"][0].tolist()
-
-
-def test_impossible_requirements_are_listed_as_documented(model, ids, tmp_path):
-    folder = tmp_path / "impossible"
-    shutil.copytree(DOCUMENTED, folder)
-    (folder / "custom_generate" / "requirements.txt").write_text("foo\nbar==0.0.0\ntorch>=99.0\n")
-    with pytest.raises(MissingRequirements) as caught:
-        descant.generate(model, ids, recipe=folder, trust_remote_code=True)
-    lines = str(caught.value).splitlines()
-    assert lines[0] == f"Missing requirements for {folder}:"
-    assert lines[1:] == [
-        "foo (installed: None)", "bar==0.0.0 (installed: None)",
-        f"torch>=99.0 (installed: {torch.__version__})",
-    ]  # fmt: skip
-    assert isinstance(caught.value, ValueError)
 
 
 def test_a_function_is_given_the_whole_call(model, ids):
@@ -332,32 +268,17 @@ def test_a_strategy_runs_batched_streamed_and_in_a_mixed_session(model, ids):
         Request(ids[0], config, recipe=second), Request(ids[0], config),
         Request(ids[1], config, recipe=first), Request(ids[1], config.replace(num_beams=3)),
         Request(ids[1], config, recipe=Recipe.from_object(Second)(rank=2)),
-        Request(ids[2], config, recipe=Mirror),
+        Request(ids[2], config, recipe=Recipe.from_object(Colder)(by=-1.0)),
     ]  # fmt: skip
     numbers = session.admit(*asked)
     found = {event.request: event for event in session.drain() if isinstance(event, Finished)}
     said_there = [found[number].hypotheses[0].tokens.tolist() for number in numbers]
     beams = descant.generate(model, ids[1:2], max_new_tokens=6, eos_token_id=None, num_beams=3)
-    mirror = descant.generate(model, ids[2:], max_new_tokens=6, eos_token_id=None, recipe=Mirror)
+    mirror = descant.generate(model, ids[2:], max_new_tokens=6, eos_token_id=None, recipe=Colder, by=-1.0)
     assert said_there == [
         said[0, 6:].tolist(), plain[0, 6:].tolist(), plain[1, 6:].tolist(), beams[0, 6:].tolist(),
         said[1, 6:].tolist(), mirror[0, 6:].tolist(),
     ]  # fmt: skip
-
-
-def test_requests_of_one_recipe_share_what_it_makes(model, ids):
-    made = []
-
-    class Counted(Second):
-        def __init__(self, *given, **more):
-            super().__init__(*given, **more)
-            made.append(self)
-
-    config = descant.GenerationConfig(max_new_tokens=2)
-    session = Session(model)
-    session.admit(*(Request(line, config, recipe=Recipe.from_object(Counted)(rank=2)) for line in ids))
-    session.admit(Request(ids[0], config, recipe=Recipe.from_object(Counted)(rank=3)))
-    assert [one.rank for one in made] == [2, 3]
 
 
 def test_a_strategy_may_make_more_rows_than_it_returns(model, ids):
@@ -426,13 +347,13 @@ def test_a_drafter_drafts_and_changes_nothing(model, ids):
 
 def test_a_wrapper_is_around_the_rows_that_ask(model, ids):
     plain = descant.generate(model, ids, max_new_tokens=5, eos_token_id=None)
-    same = descant.generate(model, ids, max_new_tokens=5, eos_token_id=None, recipe=Mirror, scale=1.0)
+    same = descant.generate(model, ids, max_new_tokens=5, eos_token_id=None, recipe=Colder, by=1.0)
     assert torch.equal(same, plain)
-    least = descant.generate(model, ids, max_new_tokens=1, eos_token_id=None, recipe=Mirror)
+    least = descant.generate(model, ids, max_new_tokens=1, eos_token_id=None, recipe=Colder, by=-1.0)
     logits = model(ids).logits[:, -1]
     assert torch.equal(least[:, 6], logits.argmin(-1))
     beams = descant.generate(
-        model, ids, max_new_tokens=5, eos_token_id=None, num_beams=2, recipe=Mirror, scale=1.0
+        model, ids, max_new_tokens=5, eos_token_id=None, num_beams=2, recipe=Colder, by=1.0
     )
     assert torch.equal(beams, descant.generate(model, ids, max_new_tokens=5, eos_token_id=None, num_beams=2))
 
@@ -493,13 +414,6 @@ def test_a_speech_model_accepts_function_recipes_only():
     with pytest.raises((InputError, UnsupportedModel), match="recipe"):
         descant.generate(whisper, input_features=features, recipe=Second)
     assert descant.generate(whisper, input_features=features, recipe=lambda model, **given: 5) == 5
-
-
-def test_a_missing_argument_is_named(model, ids):
-    with pytest.raises(RecipeError, match="`Without`: needs an argument `unwanted`"):
-        descant.generate(model, ids, recipe=Without)
-    with pytest.raises(RecipeError, match="needs an argument `mine`"):
-        descant.generate(model, ids, recipe=lambda model, mine, **given: None)
 
 
 def test_a_function_may_hand_its_config_on(model, ids):

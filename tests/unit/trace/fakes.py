@@ -39,76 +39,81 @@ def look(
 ) -> ChoiceRecord:
     """A choice with every token of the vocabulary, some of them cut."""
     weights = [chance.random() ** 6 + 1e-4 for _ in range(size)]
-    logs = [math.log(one / sum(weights)) for one in weights]
+    logs = [round(math.log(one / sum(weights)), 4) for one in weights]
     order = sorted(range(size), key=lambda one: -logs[one])
     gone = set(order[size // 2 :]) - set(taken) if cut else set()
     left = math.log(sum(math.exp(logs[one]) for one in range(size) if one not in gone))
-    after = [-math.inf if one in gone else logs[one] - left for one in range(size)]
+    after = [-math.inf if one in gone else round(logs[one] - left, 4) for one in range(size)]
     stages = ()
     if gone:
         moved = tuple(TokenShift(one, logs[one], after[one]) for one in [*order[:4], *sorted(gone)[:2]])
         stages = (ProcessorRecord("TopKWarper", size - len(gone), len(gone), 1 - math.exp(left), moved),)
     entropy = -sum(math.exp(one) * one for one in logs)
     top = tuple(CandidateRecord(one, logs[one], after[one]) for one in order)
-    return ChoiceRecord(entropy, entropy * 0.8, top, stages)
+    return ChoiceRecord(round(entropy, 4), round(entropy * 0.8, 4), top, stages)
 
 
 def beams(
     count: int = 4, steps: int = 7, seed: int = 1, words: Sequence[str] = WORDS, groups: int = 1,
-    returned: int = 1, demands: int | None = None,
+    returned: int = 1, demands: int | None = None, requests: int = 1,
 ) -> Trace:  # fmt: skip
-    """Beam search as its trace has it, each group by itself."""
-    chance = random.Random(seed)
-    size, each = len(words), count // groups
-    asked = RequestRecord(
-        0, 0, (0, 1, 2), f"beam search, {count} beams", {"num_beams": count}, (), count, groups, returned,
-        demands=demands,
-    )  # fmt: skip
-    records: list[TraceRecord] = [TraceHeader("0", "Tiny", size, 8, 1 << 20), texts(words), asked]
-    standing = [(0, 0.0, group * each, 0) for group in range(groups)]  # node, score, slot, met
-    ended: list[tuple[float, int, tuple[int, ...], str]] = []
-    tokens: dict[int, tuple[int, ...]] = {0: ()}
-    number = 1
-    for step in range(steps):
-        rows = []
-        looks = {(at, slot): look(chance, size=size) for at, _, slot, _ in standing}
-        runs: dict[tuple[int, int], list[RunRecord]] = {row: [] for row in looks}
-        going = []
-        for group in range(groups):
-            options = sorted(
-                (
-                    (score + one.processed, (at, slot), one.token, met)
-                    for at, score, slot, met in standing
-                    if slot // each == group
-                    for one in looks[at, slot].top
-                ),
-                reverse=True,
+    """Beam search as its trace has it, each group by itself, and one request after the other."""
+    chance, size, each = random.Random(seed), len(words), count // groups
+    records: list[TraceRecord] = [TraceHeader("0", "Tiny", size, 8, 1 << 20), texts(words)]
+    root = 0
+    for request in range(requests):
+        records.append(
+            RequestRecord(
+                request, root, (0, 1, 2), f"beam search, {count} beams", {"num_beams": count}, (), count,
+                groups, returned, demands=demands,
             )
-            slot = group * each
-            for place, (score, row, token, met) in enumerate(options):
-                done = token == size - 1 or step == steps - 1
-                if slot == (group + 1) * each or (token == size - 1 and place >= each):
-                    continue
-                tokens[number] = (*tokens[row[0]], token)
-                now = min(met + (chance.random() < 0.4), demands) if demands is not None else None
-                reason = None if not done else "eos" if token == size - 1 else "length"
-                final = score / len(tokens[number]) if done else score
-                runs[row].append(RunRecord((token,), (number,), slot, 0, final, now, reason))
-                if done:
-                    ended.append((final, number, tokens[number], str(reason)))
-                else:
-                    going.append((number, score, slot, now or 0))
-                if token != size - 1:
-                    slot += 1
-                number += 1
-        for at, _, slot, _ in standing:
-            rows.append(RowRecord(0, at, slot, (looks[at, slot],), (), tuple(runs[at, slot])))
-        records.append(StepRecord(step, 0.01, tuple(rows), 1000 * step))
-        standing = going
-    best = sorted(ended, reverse=True)[:returned]
-    unmet = None if demands is None else ()
-    said = tuple(ReturnedSequence(all_of, reason, node, score, unmet) for score, node, all_of, reason in best)
-    return Trace([*records, ResultRecord(0, said)])
+        )  # fmt: skip
+        standing = [(root, 0.0, group * each, 0) for group in range(groups)]  # node, score, slot, met
+        ended: list[tuple[float, int, tuple[int, ...], str]] = []
+        tokens: dict[int, tuple[int, ...]] = {root: ()}
+        number = root + 1
+        for step in range(steps):
+            looks = {(at, slot): look(chance, size=size) for at, _, slot, _ in standing}
+            runs: dict[tuple[int, int], list[RunRecord]] = {row: [] for row in looks}
+            going = []
+            for group in range(groups):
+                options = sorted(
+                    (
+                        (round(score + one.processed, 4), (at, slot), one.token, met)
+                        for at, score, slot, met in standing
+                        if slot // each == group
+                        for one in looks[at, slot].top
+                    ),
+                    reverse=True,
+                )
+                slot = group * each
+                for place, (score, row, token, met) in enumerate(options):
+                    done = token == size - 1 or step == steps - 1
+                    if slot == (group + 1) * each or (token == size - 1 and place >= each):
+                        continue
+                    tokens[number] = (*tokens[row[0]], token)
+                    now = min(met + (chance.random() < 0.4), demands) if demands is not None else None
+                    reason = None if not done else "eos" if token == size - 1 else "length"
+                    final = round(score / len(tokens[number]), 4) if done else score
+                    runs[row].append(RunRecord((token,), (number,), slot, 0, final, now, reason))
+                    if done:
+                        ended.append((final, number, tokens[number], str(reason)))
+                    else:
+                        going.append((number, score, slot, now or 0))
+                    slot += token != size - 1
+                    number += 1
+            rows = (
+                RowRecord(request, at, slot, (looks[at, slot],), (), tuple(runs[at, slot]))
+                for at, _, slot, _ in standing
+            )
+            records.append(StepRecord(request * steps + step, 0.01, tuple(rows), 1000 * step))
+            standing = going
+        root = number
+        best = sorted(ended, reverse=True)[:returned]
+        unmet = None if demands is None else ()
+        said = (ReturnedSequence(all_of, reason, node, score, unmet) for score, node, all_of, reason in best)
+        records.append(ResultRecord(request, tuple(said)))
+    return Trace(records)
 
 
 def guesses(steps: int = 12, ahead: int = 4, seed: int = 1, words: Sequence[str] = WORDS) -> Trace:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +10,7 @@ from hypothesis import strategies as st
 import descant
 from descant import GenerationConfig, Request, Session, Trace, Tracer
 from descant.core.records import Hypothesis
-from descant.trace.records import RequestRecord, ResultRecord, ReturnedSequence, to_json_line
-from descant.trace.tracer import RecordBuffer
+from descant.trace.records import RequestRecord, to_json_line
 from tests.contracts.configs import tokenizer
 
 IDS = torch.tensor([[5, 9, 11, 4], [7, 3, 3, 8]])
@@ -104,24 +101,3 @@ def test_results_beyond_the_limit_are_omitted_and_recorded():
     assert [one.what for one in tracer.trace.truncations] == ["results"]
     assert tracer.trace.results == {}
     assert _size(tracer.trace) <= 4096
-
-
-def test_a_truncation_is_final_and_recorded_once():
-    kept = RecordBuffer(5000)
-    long, short = (ResultRecord(0, (ReturnedSequence((1,) * count, "length", 0),)) for count in (3000, 1))
-    assert kept.add(short, what="steps", step=0)
-    assert not kept.add(long, what="steps", step=1)
-    assert not kept.add(short, what="steps", step=2)
-    assert kept.add(short, what="results", step=2)
-    assert [to_json_line(one)[:20] for one in kept.records].count('{"kind":"cut","step"') == 1
-    assert kept.num_bytes == sum(len(to_json_line(one)) + 1 for one in kept.records)
-
-
-def test_two_thousand_steps_stay_under_the_default_limit(tiny):
-    config = GenerationConfig(max_new_tokens=2000, eos_token_id=None, pad_token_id=0)
-    session = Session(tiny("llama").model, trace=Tracer(tokenizer=tokenizer()))
-    session.admit(Request([5, 9], config))
-    list(session.drain())
-    assert _size(session.trace) < 4_000_000
-    assert len(session.trace.steps) == 2000
-    assert all(two.step == one.step + 1 for one, two in pairwise(session.trace.steps))

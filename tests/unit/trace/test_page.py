@@ -29,7 +29,7 @@ from descant.trace.records import (
     to_json_line,
 )
 from descant.trace.trace import Trace
-from tests.unit.trace.invented import invented
+from tests.unit.trace import fakes
 
 ASSETS = files("descant.trace.pictures") / "assets"
 SINKS = (
@@ -69,13 +69,13 @@ def packed(text: str) -> dict:
 
 
 def test_a_page_holds_its_scene() -> None:
-    trace, other = invented(4, 12, groups=2, demands=2), invented(2, 6)
+    trace, other = fakes.beams(4, 12, groups=2, demands=2), fakes.beams(2, 6)
     made = json.loads(json.dumps(build_page_data(trace, other, "Two")))
     assert packed(render_page(trace, other, "Two")) == {**made, "notes": []}
 
 
 def test_only_the_pages_own_script_and_style_are_allowed() -> None:
-    found = Found(render_page(invented()))
+    found = Found(render_page(fakes.beams()))
     policy = next(attrs["content"] for tag, attrs in found.tags if attrs.get("http-equiv"))
     assert policy is not None
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
@@ -89,7 +89,7 @@ def test_only_the_pages_own_script_and_style_are_allowed() -> None:
 
 
 def test_a_page_makes_no_requests() -> None:
-    text = render_page(invented())
+    text = render_page(fakes.beams())
     found = Found(text)
     assert not {"src", "href", "srcset", "action", "data"} & {
         name for _, attrs in found.tags for name in attrs
@@ -108,7 +108,7 @@ def test_no_file_of_the_page_parses_markup_or_loads_anything(name: str) -> None:
 
 def test_texts_of_a_trace_are_no_markup() -> None:
     title = "</title></pre></noscript><script>alert(1)</script><img src=x onerror=alert(1)>"
-    text = render_page(invented(4, 12), title=title)
+    text = render_page(fakes.beams(4, 12), title=title)
     found = Found(text)
     assert [tag for tag, _ in found.tags].count("script") == 2
     assert not any(tag == "img" for tag, _ in found.tags)
@@ -117,7 +117,7 @@ def test_texts_of_a_trace_are_no_markup() -> None:
 
 
 def test_without_scripts_there_is_the_text() -> None:
-    trace = invented(4, 12)
+    trace = fakes.beams(4, 12)
     assert html.escape(trace.text()) in render_page(trace)
 
 

@@ -23,13 +23,13 @@ from descant.trace.records import (
 )
 from descant.trace.trace import Trace
 from descant.trace.trace_data import token_pieces
-from tests.unit.trace.invented import END, invented
+from tests.unit.trace import fakes
 
 SIZES = [
-    {"beams": 1, "steps": 9},
-    {"beams": 4, "steps": 12, "demands": 3},
-    {"beams": 6, "steps": 10, "groups": 3},
-    {"beams": 3, "steps": 7, "requests": 3},
+    {"count": 1, "steps": 9},
+    {"count": 4, "steps": 12, "demands": 3},
+    {"count": 6, "steps": 10, "groups": 3},
+    {"count": 3, "steps": 7, "requests": 3},
 ]
 # Column -> attribute of a node.
 COLUMNS = {
@@ -67,7 +67,7 @@ def drafted() -> Trace:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_columns_are_the_tree(size: dict, seed: int) -> None:
-    trace = invented(**size, seed=seed)
+    trace = fakes.beams(**size, seed=seed)
     for request in page_data_of(trace)["runs"][0]["requests"]:
         nodes = sorted(trace.tree.request_nodes(request["request"]), key=lambda node: node.number)
         columns = request["nodes"]
@@ -86,7 +86,7 @@ def test_the_columns_are_the_tree(size: dict, seed: int) -> None:
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_steps_and_sequences_are_those_of_the_trace(size: dict) -> None:
-    trace = invented(**size)
+    trace = fakes.beams(**size)
     for request in page_data_of(trace)["runs"][0]["requests"]:
         numbers, tokens = request["nodes"]["number"], request["nodes"]["token"]
         steps = [one for one in trace.steps if one.rows[0].request == request["request"]]
@@ -102,9 +102,10 @@ def test_steps_and_sequences_are_those_of_the_trace(size: dict) -> None:
 
 
 def test_texts_are_pieces_that_are_safe_to_show() -> None:
-    trace = invented(4, 12, seed=5)
+    words = (*fakes.WORDS[:-1], "<b>", "\udce4", "\u202e", "é", "<|end|>")
+    trace = fakes.beams(4, 12, seed=5, words=words)
     run = page_data_of(trace)["runs"][0]
-    assert run["special"] == [END]
+    assert run["special"] == [len(words) - 1]
     for token, pieces in run["texts"].items():
         assert pieces == [list(one) for one in token_pieces(trace, int(token))]
     assert not any(one in json.dumps(run, ensure_ascii=False) for one in "\u202e\udce4")
@@ -153,22 +154,23 @@ def test_every_other_text_is_spelt_out() -> None:
 
 
 def test_less_detail_keeps_what_was_taken() -> None:
-    trace = invented(4, 12)
+    trace = fakes.guesses()
     whole, less = (
         page_data_of(trace),
-        page_data_of(trace, DetailLevel(max_candidates=0, with_processors=False, max_prompt_tokens=2)),
+        page_data_of(trace, DetailLevel(max_candidates=0, with_processors=False, max_prompt_tokens=1)),
     )
     (before,), (after,) = whole["runs"][0]["requests"], less["runs"][0]["requests"]
     assert before["nodes"] == after["nodes"]
     assert sum(len(one["top"]) for one in after["looks"]) < sum(len(one["top"]) for one in before["looks"])
     for token, place in zip(after["nodes"]["token"], after["nodes"]["look"], strict=True):
         assert place < 0 or token in {one[0] for one in after["looks"][place]["top"]}
+    assert all(one["stages"] for one in before["looks"])
     assert not any(one["stages"] for one in after["looks"])
-    assert (after["prompt"], after["unshown"]) == (before["prompt"][-2:], 4)
+    assert (after["prompt"], after["unshown"]) == (before["prompt"][-1:], 1)
 
 
 def test_fewer_steps_and_requests_leave_a_whole_tree() -> None:
-    trace = invented(3, 12, requests=3)
+    trace = fakes.beams(3, 12, requests=3)
     requests = page_data_of(trace, DetailLevel(with_choices=False, max_steps=5, max_requests=2))["runs"][0][
         "requests"
     ]
@@ -181,10 +183,3 @@ def test_fewer_steps_and_requests_leave_a_whole_tree() -> None:
         count = len(one["nodes"]["number"])
         assert all(at < count for at in one["nodes"]["parent"])
         assert all(at < count for said in one["said"] for at in said["nodes"])
-
-
-def test_two_traces_are_two_runs() -> None:
-    first, second = invented(2, 5), invented(4, 5)
-    made = build_page_data(first, second)
-    assert [one["requests"][0]["beams"] for one in made["runs"]] == [2, 4]
-    assert made["title"] == "Two runs of Invented"

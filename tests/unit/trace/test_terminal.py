@@ -47,12 +47,6 @@ def test_codes_only_with_colour_and_all_of_them_end():
             assert "\x1b[0m" not in codes[::2]
 
 
-def test_colour_changes_nothing_but_the_colours_of_a_tree():
-    trace = fakes.beams(returned=2)
-    painted = CODES.sub("", trace.text("tree", colour=True))
-    assert [line.rstrip() for line in painted.splitlines()] == trace.text("tree").splitlines()
-
-
 def test_the_tree_has_every_branch_with_its_score():
     trace = fakes.beams(4, 6, seed=8, returned=2)
     said = trace.text("tree", width=100)
@@ -66,12 +60,6 @@ def test_the_tree_has_every_branch_with_its_score():
     [best] = [line for line in lines if "1st, " in line]
     assert best.startswith("┗")
     assert "\x1b[1;" in next(line for line in trace.text("tree", colour=True).splitlines() if "1st, " in line)
-
-
-def test_a_step_of_the_tree():
-    trace = fakes.beams(4, 6)
-    assert "after step 2" in trace.text("tree", step=2)
-    assert len(trace.text("tree", step=2)) < len(trace.text("tree"))
 
 
 def test_every_token_is_marked_by_its_probability():

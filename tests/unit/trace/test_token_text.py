@@ -74,14 +74,6 @@ def test_nothing_hidden_is_left_and_nothing_seen_is_lost(text: str, spaces: bool
     assert all(before[1] != after[1] for before, after in itertools.pairwise(pieces))
 
 
-@given(st.text(st.characters(categories=("L", "N", "P")), max_size=20))
-def test_ordinary_text_stays_as_it_is(text: str) -> None:
-    seen = escape_invisible(text)
-    assert join_pieces(seen) == text or any(stands for _, stands in seen)
-    if text.isascii():
-        assert join_pieces(seen) == text
-
-
 def test_a_token_without_a_text_is_its_number() -> None:
     there = trace({1: "x", 2: ""})
     assert token_pieces(there, 1) == [("x", False)]

@@ -227,23 +227,6 @@ def test_torch_is_drawn_from_as_ever(tiny, fields):
     assert found[0] == found[1]
 
 
-def test_configs_of_several_kinds_share_a_traced_call(tiny):
-    configs = [
-        GenerationConfig(max_new_tokens=6, **one)
-        for one in ({}, {"num_beams": 3}, {"penalty_alpha": 0.6, "top_k": 3})
-    ]
-    ids = torch.tensor([[5, 9, 11, 4], [7, 3, 3, 8], [6, 6, 1, 9]])
-    plain = descant.generate(tiny("llama").model, ids, configs)
-    out = descant.generate(tiny("llama").model, ids, configs, trace=True)
-    assert out.sequences.tolist() == plain.tolist()
-    assert [one.method for one in out.trace.requests.values()] == [
-        "greedy search",
-        "beam search, 3 beams",
-        "contrastive search, 3 candidates",
-    ]
-    assert out.trace.results.keys() == {0, 1, 2}
-
-
 # ------------------------------------------------------------------------ how it is enabled
 def test_a_traced_call_always_returns_an_output_object(tiny):
     model = tiny("llama").model

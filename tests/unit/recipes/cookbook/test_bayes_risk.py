@@ -71,28 +71,6 @@ def test_it_ranks_what_sampling_draws(most):
         assert found.reasons == [plain.reasons[at] for at in order]
 
 
-def test_the_best_alone_is_returned():
-    model, ids = toy(), torch.tensor([[5, 6]])
-    given = {**DRAWN, "seed": 2, "recipe": BayesRisk, "samples": 6}
-    [best] = generate(model, ids, **given).tolist()
-    several = generate(model, ids, **given, num_return_sequences=3).tolist()
-    assert len(several) == 3
-    assert several[0][: len(best)] == best
-
-
-def test_a_batch_has_one_each():
-    model = toy()
-    found = generate(
-        toy(), torch.tensor([[5, 6], [7, 8], [9, 4]]), **DRAWN, seed=[1, 2, 3], recipe=risk(samples=4)
-    )
-    alone = [
-        generate(model, torch.tensor([ids]), **DRAWN, seed=seed, recipe=risk(samples=4))[0]
-        for ids, seed in (([5, 6], 1), ([7, 8], 2), ([9, 4], 3))
-    ]
-    for row, one in zip(found, alone, strict=True):
-        assert row[: len(one)].tolist() == one.tolist()
-
-
 # ------------------------------------------------------------------------ events
 def test_nothing_comes_before_the_end():
     model = toy()

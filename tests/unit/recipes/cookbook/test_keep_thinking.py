@@ -10,7 +10,7 @@ import torch
 from descant import GenerationConfig, InputError, Request, RowError, generate
 from descant.recipes.cookbook.keep_thinking import KeepThinking
 from descant.recipes.recipe import Recipe
-from descant.testing import outcomes, toy
+from descant.testing import outcomes
 from tests.support.markov_model import Chain
 
 EOS = 2
@@ -94,18 +94,6 @@ def test_a_forced_end_stands():
     found = generate(chain(3), torch.tensor([[5]]), **given, recipe=thinking(above=0.0, most=100))
     assert found[0, -1] == EOS
     assert len(found[0]) == 7
-
-
-def test_without_end_tokens_nothing_is_done():
-    config = GenerationConfig(max_new_tokens=12, eos_token_id=None)
-    [found] = outcomes(toy(), [Request([5], config, recipe=thinking(above=0.0))])
-    [plain] = outcomes(toy(), [Request([5], config)])
-    assert found.tokens == plain.tokens
-
-
-def test_by_hand_it_begins_afresh():
-    scores = torch.tensor([[0.0, 1.0, 5.0]])
-    assert KeepThinking(end=2)(torch.tensor([[1]]), scores).tolist() == scores.tolist()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from descant import ConfigError, GenerationConfig, InputError, Request, generate, stream
 from descant.parts import LogitsProcessor
-from descant.recipes.cookbook.roll_back import RollBack, repeated_suffix_length
+from descant.recipes.cookbook.roll_back import RollBack
 from descant.recipes.recipe import Recipe
 from descant.testing import outcomes
 from tests.contracts.configs import tokenizer
@@ -43,8 +43,6 @@ LOOP = chain("01", "123", "214", "35", "45", "56", "67", "7765")
 
 
 # ------------------------------------------------------------------------ output instead of a loop
-def test_without_it_the_text_loops():
-    assert output_of(LOOP, None) == [1, 2, 1, 2, 1, 2, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -101,13 +99,6 @@ def test_it_is_what_a_text_written_anew_would_be(period, repeats):
         ), seed
         left += expected != output_of(model, None, max_new_tokens=24)
     assert left >= 2  # most of these models loop by themselves
-
-
-def test_a_narrow_sampler_sees_what_is_left():
-    """What is barred is ruled out before top_k, which otherwise would keep nothing else."""
-    narrow = {"do_sample": True, "top_k": 1, "seed": 0, "max_new_tokens": 8}
-    given = {"period": 2, "repeats": 2, "most": 1}
-    assert output_of(LOOP, back(**given), **narrow) == output_of(LOOP, back(**given))
 
 
 def test_the_prompt_is_no_part_of_a_loop():
@@ -180,27 +171,3 @@ def test_what_cannot_be_is_refused(given, error, match):
 
 
 # ------------------------------------------------------------------------ a real loop
-def looping(tokens: list[int], period: int = 32, repeats: int = 3) -> bool:
-    """Whether a run occurs `repeats` times anywhere."""
-    ends = range(1, len(tokens) + 1)
-    return any(
-        repeated_suffix_length(tokens[:end], run) >= run * (repeats - 1)
-        for end in ends
-        for run in range(1, period + 1)
-    )
-
-
-@pytest.mark.slow
-def test_a_real_loop_ends(real):
-    """SmolLM2 repeats "she was the cat" by itself."""
-    one = real("smollm2")
-    ids = torch.tensor([one.tokens("The cat sat and")])
-    given = {"max_new_tokens": 44, "do_sample": False, "eos_token_id": None}
-    plain, rolled = (
-        generate(one.model, ids, **given, **more)[0, ids.shape[1] :].tolist()
-        for more in ({}, {"recipe": "roll-back", "most": 50})
-    )
-    assert looping(plain)
-    assert not looping(rolled)
-    assert len(rolled) == 44
-    assert plain[:20] == rolled[:20]  # before the loop nothing is touched

@@ -16,10 +16,6 @@ FOLDER = Path(descant.recipes.cookbook.__file__).parent
 PAGES = sorted(one for one in FOLDER.glob("*.py") if one.name != "__init__.py")
 
 
-def test_there_are_three():
-    assert [one.stem for one in PAGES] == ["bayes_risk", "keep_thinking", "roll_back"]
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda one: one.stem)
 def test_a_page_each(page):
     source = page.read_text()
@@ -49,9 +45,3 @@ def test_each_has_an_entry_point():
         one.name: one.value for one in entry_points(group="descant.recipes") if one.dist.name == "descant"
     }
     assert found == {one.stem.replace("_", "-"): f"descant.recipes.cookbook.{one.stem}" for one in PAGES}
-
-
-def test_the_parts_are_sorted_and_there():
-    assert descant.parts.__all__ == sorted(descant.parts.__all__)
-    public = {name for name in vars(descant.parts) if not name.startswith("_")}
-    assert public == set(descant.parts.__all__)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import descant
+from descant import testing
 from descant.recipes.lock import Lock
-from descant.testing import check_recipe, toy
 
 FOLDER = Path(__file__).parents[1]
 
@@ -20,11 +20,11 @@ def recipe(tmp_path):
 
 
 def test_it_fulfils_the_contracts(recipe):
-    check_recipe(recipe)
+    testing.check_recipe(recipe)
 
 
 def test_more_tries_are_never_less_likely(recipe):
-    model, prompt = toy(), torch.tensor([[5, 9, 14]])
+    model, prompt = testing.toy(), torch.tensor([[5, 9, 14]])
 
     config = {"recipe": recipe, "min_new_tokens": 8, "max_new_tokens": 8}
 
