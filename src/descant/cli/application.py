@@ -6,12 +6,12 @@ from the docstrings of the commands, without importing any.
 
 from __future__ import annotations
 
+import ast
 import importlib
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import typer
@@ -35,11 +35,13 @@ class CommandEntry:
     def summary(self) -> str:
         """The first paragraph of the class's docstring, read from the source: its import may load torch."""
         module, name = self.place.split(":")
-        source = Path(__file__).parent.joinpath(*module.split(".")).with_suffix(".py").read_text("utf-8")
-        found = re.search(
-            rf'^class {name}\(\w+\):\n    """(.*?)(?:\n\n|""")', source, re.DOTALL | re.MULTILINE
+        *folders, file = module.split(".")
+        source = files("descant.cli").joinpath(*folders, f"{file}.py")
+        classes = (
+            node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.ClassDef)
         )
-        return "" if found is None else " ".join(found[1].split())
+        [text] = (ast.get_docstring(node) or "" for node in classes if node.name == name)
+        return " ".join(text.partition("\n\n")[0].split())
 
     def load(self) -> type[Command]:
         """Import the class of the command."""
