@@ -20,7 +20,6 @@ from descant.recipes.recipe_files import RECIPE_KINDS
 # The Hub's rules, so that a folder can be pushed under its name.
 _RECIPE_NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 _FORBIDDEN_PARTS: Final = ("--", "..", ".git")
-_ONLY_HERE: Final = "  # noqa: F401"
 
 
 def new_recipe(name: str, kind: str, parent: Path = Path()) -> Path:
@@ -53,7 +52,7 @@ def _create_folder(folder: Path, contents: Mapping[str, str]) -> None:
 
 
 def template_files(name: str, kind: str) -> dict[str, str]:
-    """The files of a new recipe, by path: those of `templates/<kind>` with the parts of all kinds."""
+    """The files of a new recipe, by path: those of `templates/<kind>`, and a README."""
     if not _RECIPE_NAME.fullmatch(name) or any(part in name for part in _FORBIDDEN_PARTS):
         must = "must be letters, digits, and single - . _ between them, 96 at the most"
         raise InputError("name", must, name, "for instance my-method")
@@ -68,10 +67,9 @@ def template_files(name: str, kind: str) -> dict[str, str]:
         use="\n    ".join(f"{argument}," for argument in about["use"]),
         arguments="\n".join(f"| `{argument}` | {text} |" for argument, text in about["arguments"].items()),
     )
-    code, tests, own_tests = (
-        (templates / file).read_text("utf-8")
-        for file in (f"{kind}/generate.py", "test_recipe.py", f"{kind}/test_recipe.py")
-    )
-    # The imports of the first serve both.
-    tests = tests.replace(_ONLY_HERE, "") + own_tests[own_tests.index("\n\ndef test_") :]
-    return {"generate.py": code, "README.md": readme, "tests/test_recipe.py": tests}
+    code, test = (templates / kind / file for file in ("generate.py", "test_recipe.py"))
+    return {
+        "generate.py": code.read_text("utf-8"),
+        "README.md": readme,
+        "tests/test_recipe.py": test.read_text("utf-8"),
+    }

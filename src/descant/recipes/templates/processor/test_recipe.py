@@ -1,6 +1,26 @@
-"""Tests of this recipe, behind those of every one."""
+"""Contract tests of every recipe, and tests of this one."""
 
+from pathlib import Path
+
+import pytest
 import torch
+
+import descant
+from descant.recipes.lock import Lock
+from descant.testing import check_recipe
+
+FOLDER = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    # A separate lock file: tests the current files, not the trusted version.
+    lock = Lock(tmp_path / "recipes.lock")
+    return descant.load_recipe(FOLDER, trust_remote_code=True, lock=lock)
+
+
+def test_it_fulfils_the_contracts(recipe):
+    check_recipe(recipe)
 
 
 def test_temperature_decreases(recipe):
