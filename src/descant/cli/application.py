@@ -1,17 +1,15 @@
 """The typer application: commands, version, and usage errors.
 
 A command's module is imported when the command runs or shows its own help; the help of the program is written
-from the docstrings of the commands, without importing any.
+from the table of commands, without importing any.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 
 import typer
@@ -27,21 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CommandEntry:
-    """The place of a command's class in this package, "module:class"."""
+    """The place of a command's class in this package, "module:class", and the first line of its help."""
 
     place: str
-
-    @property
-    def summary(self) -> str:
-        """The first paragraph of the class's docstring, read from the source: its import may load torch."""
-        module, name = self.place.split(":")
-        *folders, file = module.split(".")
-        source = files("descant.cli").joinpath(*folders, f"{file}.py")
-        classes = (
-            node for node in ast.parse(source.read_text("utf-8")).body if isinstance(node, ast.ClassDef)
-        )
-        [text] = (ast.get_docstring(node) or "" for node in classes if node.name == name)
-        return " ".join(text.partition("\n\n")[0].split())
+    summary: str
 
     def load(self) -> type[Command]:
         """Import the class of the command."""
@@ -51,35 +38,86 @@ class CommandEntry:
 
 
 COMMANDS: Final = {
-    "generate": CommandEntry("generate:GenerateCommand"),
-    "chat": CommandEntry("chat.command:ChatCommand"),
-    "explain": CommandEntry("generate:ExplainCommand"),
-    "serve": CommandEntry("serve:ServeCommand"),
-    "run": CommandEntry("run:RunCommand"),
-    "tree": CommandEntry("show:TreeCommand"),
-    "show": CommandEntry("show:ShowTraceCommand"),
-    "doctor": CommandEntry("doctor.command:DoctorCommand"),
+    "generate": CommandEntry(
+        "generate:GenerateCommand",
+        "Continue a prompt and stream the text; or, with --input and --output, many prompts.",
+    ),
+    "chat": CommandEntry(
+        "chat.command:ChatCommand", "Talk to a model: each line is a turn, and /help lists commands."
+    ),
+    "explain": CommandEntry(
+        "generate:ExplainCommand",
+        "Show what would run and why: strategy, processors in order, stops, and the source of every value.",
+    ),
+    "serve": CommandEntry(
+        "serve:ServeCommand",
+        "Serve a model over HTTP with OpenAI's API; every generation parameter is a field of a request.",
+    ),
+    "run": CommandEntry(
+        "run:RunCommand", "Run every row of a source through a model, and write the results in shards."
+    ),
+    "tree": CommandEntry(
+        "show:TreeCommand", "Show the tree of a trace: all hypotheses with scores, dropped and returned ones."
+    ),
+    "show": CommandEntry(
+        "show:ShowTraceCommand",
+        "Show a trace: the text with the probability of every token, and further pictures.",
+    ),
+    "doctor": CommandEntry(
+        "doctor.command:DoctorCommand",
+        "Check this machine and write one report: versions, fast paths, laws, parity with transformers, "
+        "times.",
+    ),
 }
 
 COMMAND_GROUPS: Final = {
     "recipe": (
         "Inspect and trust third-party decoding methods, and create and share your own.",
         {
-            "show": CommandEntry("recipe:ShowRecipeCommand"),
-            "trust": CommandEntry("recipe:TrustRecipeCommand"),
-            "list": CommandEntry("recipe:ListRecipesCommand"),
-            "forget": CommandEntry("recipe:ForgetRecipeCommand"),
-            "new": CommandEntry("recipe:NewRecipeCommand"),
-            "check": CommandEntry("recipe:CheckRecipeCommand"),
-            "push": CommandEntry("recipe:PushRecipeCommand"),
+            "show": CommandEntry(
+                "recipe:ShowRecipeCommand",
+                "Show a recipe: its files and their hash, its requirements and README, and whether it is "
+                "trusted.",
+            ),
+            "trust": CommandEntry(
+                "recipe:TrustRecipeCommand",
+                "Trust the current version of a recipe, also if it has changed: pin its hash and commit.",
+            ),
+            "list": CommandEntry("recipe:ListRecipesCommand", "List installed and trusted recipes."),
+            "forget": CommandEntry(
+                "recipe:ForgetRecipeCommand",
+                "Remove the trust in a recipe: the next use with --trust-remote-code pins its version then.",
+            ),
+            "new": CommandEntry(
+                "recipe:NewRecipeCommand", "Create a folder with a working recipe: code, README and tests."
+            ),
+            "check": CommandEntry(
+                "recipe:CheckRecipeCommand",
+                "Run the contract tests of descant.testing for a recipe, then its own tests.",
+            ),
+            "push": CommandEntry(
+                "recipe:PushRecipeCommand",
+                "Share a recipe: push its folder to a repository on the Hub, which is created if needed.",
+            ),
         },
     ),
     "watermark": (
         "Detect watermarks in texts, create keys, and train detectors.",
         {
-            "detect": CommandEntry("watermark.command:DetectCommand"),
-            "key": CommandEntry("watermark.command:KeyCommand"),
-            "train": CommandEntry("watermark.command:TrainCommand"),
+            "detect": CommandEntry(
+                "watermark.command:DetectCommand",
+                "Detect watermarks in texts: marked, not marked, or too short to tell.",
+            ),
+            "key": CommandEntry(
+                "watermark.command:KeyCommand",
+                "Create a new key, for `descant generate --watermark FILE` and `descant watermark detect "
+                "--key FILE`.",
+            ),
+            "train": CommandEntry(
+                "watermark.command:TrainCommand",
+                "Train a Bayesian detector for a SynthID key, which detects shorter texts than the mean "
+                "score.",
+            ),
         },
     ),
 }
@@ -145,7 +183,7 @@ class CommandGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - a method of click
         """Write each command with the whole of its line, which click would cut at the width."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, _summary(command)) for name, command in self.commands.items()])
+            formatter.write_dl([(name, command.help or "") for name, command in self.commands.items()])
 
 
 def build_app() -> typer.Typer:
@@ -170,13 +208,8 @@ def _group_app(name: str, summary: str, commands: Mapping[str, CommandEntry]) ->
     )
     for command, entry in commands.items():
         deferred = type(entry.place.partition(":")[2], (DeferredCommand,), {"entry": entry})
-        app.command(command, cls=deferred)(_no_options)
+        app.command(command, cls=deferred, help=entry.summary)(_no_options)
     return app
-
-
-def _summary(command: Any) -> str:
-    """The line of a command in the help of its group."""
-    return command.entry.summary if isinstance(command, DeferredCommand) else str(command.help or "")
 
 
 def _no_options() -> None:
