@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,20 @@ def test_a_folder_that_is_trusted_runs_and_is_pinned(folder: Path, own_lock: Pat
     assert pin.files == recipe.contents.hashes
 
 
+@pytest.mark.parametrize("trust", [1, "True", "yes", 0, [], 1.0])
+def test_trust_is_true_false_or_none(folder: Path, trust: Any) -> None:
+    with pytest.raises(InputError, match="`trust_remote_code` must be True, False or None"):
+        load_recipe(folder, trust_remote_code=trust)
+
+
+def test_an_unchanged_folder_runs_again_without_another_import(folder: Path) -> None:
+    first = load_recipe(folder, trust_remote_code=True)
+    before = ours()
+    again = load_recipe(str(folder), trust_remote_code=True)
+    assert again.make is first.make
+    assert ours() == before
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -136,6 +151,15 @@ def test_commands_in_errors_can_be_pasted(tmp_path: Path) -> None:
         assert shlex.split(shown[1]) == [str(made)]
 
 
+def test_what_comes_back_is_trusted_still(folder: Path) -> None:
+    load_recipe(folder, trust_remote_code=True)
+    (folder / "generate.py").write_text(GENERATE.replace("ran", "changed"))
+    with pytest.raises(ChangedRecipe):
+        load_recipe(folder, trust_remote_code=True)
+    (folder / "generate.py").write_text(GENERATE)
+    assert load_recipe(folder, trust_remote_code=True).make(None) == "ran"
+
+
 def test_a_pin_is_of_one_folder(folder: Path, tmp_path: Path, own_lock: Path) -> None:
     load_recipe(folder, trust_remote_code=True)
     other = tmp_path / "other"
@@ -168,6 +192,18 @@ def test_what_was_hashed_is_what_runs(folder: Path, monkeypatch: pytest.MonkeyPa
     assert load_recipe(folder, trust_remote_code=True).make(None) == "ran"
 
 
+def test_a_broken_lock_file_stops_everything(folder: Path, own_lock: Path) -> None:
+    own_lock.write_text("{}")
+    for call in (
+        lambda: load_recipe(folder, trust_remote_code=True),
+        lambda: inspect_recipe(folder),
+        lambda: trust_recipe(folder),
+    ):
+        with pytest.raises(RecipeError, match="lock file cannot be read"):
+            call()
+    assert own_lock.read_text() == "{}"
+
+
 def test_what_cannot_be_pinned_does_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -198,6 +234,12 @@ def test_requirements_are_checked_before_the_import(folder: Path, tmp_path: Path
     assert not canary.exists()
 
 
+def test_a_name_that_means_nothing() -> None:
+    for given in ("no-such-word", "a/b/c", "", "a b", "-x"):
+        with pytest.raises(RecipeError):
+            load_recipe(given, trust_remote_code=True)
+
+
 def test_callables_and_recipes_need_no_trust() -> None:
     def mine(model: Any, much: int = 1) -> int:
         return much
@@ -207,6 +249,28 @@ def test_callables_and_recipes_need_no_trust() -> None:
     assert load_recipe(recipe) is recipe
     with pytest.raises(InputError, match="`recipe` must be a recipe"):
         load_recipe(5)
+
+
+def test_threads_import_it_once_and_pin_it_once(folder: Path, tmp_path: Path, own_lock: Path) -> None:
+    log = tmp_path / "log"
+    (folder / "generate.py").write_text(
+        f"import time\ntime.sleep(0.2)\nwith open({str(log)!r}, 'a') as log: log.write('x')\n{GENERATE}"
+    )
+    start, found = threading.Barrier(6), list[Recipe]()
+
+    def load() -> None:
+        start.wait()
+        found.append(load_recipe(folder, trust_remote_code=True))
+
+    threads = [threading.Thread(target=load) for _ in range(6)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(found) == 6
+    assert len({id(one.make) for one in found}) == 1
+    assert log.read_text() == "x"
+    assert len(Lock(own_lock).pins()) == 1
 
 
 # -- looking and trusting
@@ -244,7 +308,27 @@ def test_trust_of_what_was_looked_at(folder: Path, own_lock: Path) -> None:
     assert trust_recipe(folder, digest=now.digest).trust_state == "trusted"
 
 
+def test_trust_given_beforehand_needs_the_flag_still(folder: Path) -> None:
+    trust_recipe(folder)
+    with pytest.raises(UntrustedRecipe):
+        load_recipe(folder)
+    assert load_recipe(folder, trust_remote_code=True).make(None) == "ran"
+
+
 def test_keys_need_no_file_access(tmp_path: Path) -> None:
     assert lock_key(Reference.parse(tmp_path / "gone")) == f"folder:{tmp_path.resolve() / 'gone'}"
     assert lock_key(Reference.parse("ann/rec")) == "hub:ann/rec"
     assert lock_key(Reference.parse("ann/rec@v1")) == "hub:ann/rec@v1"
+
+
+def test_the_environment_is_left_alone(folder: Path) -> None:
+    before = (list(sys.path), list(sys.meta_path), list(sys.path_hooks), dict(os.environ), os.getcwd())
+    load_recipe(folder, trust_remote_code=True)
+    assert before == (
+        list(sys.path),
+        list(sys.meta_path),
+        list(sys.path_hooks),
+        dict(os.environ),
+        os.getcwd(),
+    )
+    assert not (folder / "__pycache__").exists()

@@ -7,7 +7,9 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,27 @@ def test_what_was_trusted_is_there_again(lock: Lock) -> None:
     assert again.pin("hub:a/b") == pin(digest=OTHER)
 
 
+def test_a_pin_has_a_date(lock: Lock) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    lock.trust("hub:a/b", Pin(None, DIGEST))
+    found = lock.pin("hub:a/b")
+    assert found is not None
+    assert before <= datetime.fromisoformat(found.trusted) <= datetime.now(UTC)
+
+
+def test_forget(lock: Lock) -> None:
+    lock.trust("hub:a/b", pin())
+    assert lock.untrust("hub:a/b") is True
+    assert lock.untrust("hub:a/b") is False
+    assert lock.pins() == {}
+
+
+def test_settle_keeps_the_first(lock: Lock) -> None:
+    assert lock.get_or_add("hub:a/b", pin()) == pin()
+    assert lock.get_or_add("hub:a/b", pin(digest=OTHER)) == pin()
+    assert lock.pin("hub:a/b") == pin()
+
+
 def test_settle_sees_who_was_first_meanwhile(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
     other = Lock(lock.path)
     seen = lock.pin
@@ -65,6 +88,15 @@ def test_differences() -> None:
     after = pin(files={"b": DIGEST, "c": OTHER, "d": DIGEST})
     assert before.differences(after) == ["c has changed", "d is new", "a is gone"]
     assert before.differences(before) == []
+
+
+def test_a_pin_cannot_be_changed() -> None:
+    files = {"generate.py": DIGEST}
+    made = pin(files=files)
+    files["generate.py"] = OTHER
+    assert made.files == {"generate.py": DIGEST}
+    with pytest.raises(TypeError):
+        made.files["x"] = DIGEST  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -111,19 +143,30 @@ BROKEN = {
     "empty": "",
     "no JSON": "{",
     "not UTF-8": b"\xff\xfe\x00",
+    "a list": "[]",
     "no version": _changed(lambda data: data.pop("version")),
     "another version": _changed(lambda data: data.update(version=2)),
     "version true": _changed(lambda data: data.update(version=True)),
+    "more": _changed(lambda data: data.update(more=1)),
+    "recipes a list": _changed(lambda data: data.update(recipes=[])),
     "pin a string": _changed(lambda data: data["recipes"].update(x="y")),
+    "pin with more": _pin("more", 1),
     "no digest": _changed(lambda data: data["recipes"]["hub:a/b"].pop("digest")),
     "short digest": _pin("digest", "sha256:ab"),
+    "digest null": _pin("digest", None),
+    "digest with a newline": _pin("digest", DIGEST + "\n"),
     "revision a branch": _pin("revision", "main"),
+    "revision a number": _pin("revision", 1),
+    "files a list": _pin("files", ["generate.py"]),
     "file without digest": _pin("files", {"generate.py": 1}),
+    "trusted a number": _pin("trusted", 5),
     "trusted no time": _pin("trusted", "yesterday"),
     "twice the same key": _changed(
         lambda data: data["recipes"].update(twin=data["recipes"]["hub:a/b"])
     ).replace("twin", "hub:a/b"),
     "deep": "[" * 100_000,
+    "deep in a pin": '{"version": 1, "recipes": {"a": ' + "[" * 100_000,
+    "digits": '{"version": ' + "9" * 5000 + ', "recipes": {}}',
     "too large": _changed(lambda _: None) + " " * module.MAX_BYTES,
 }
 
@@ -202,6 +245,12 @@ def test_a_link_to_it_stays_a_link(tmp_path: Path) -> None:
     assert Lock(tmp_path / "kept" / "recipes.lock").pin("hub:a/b") == pin()
 
 
+def test_where_it_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match="cannot be written"):
+        Lock(tmp_path / "file" / "recipes.lock").trust("hub:a/b", pin())
+
+
 def test_another_holds_it(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIMEOUT", 0.05)
     lock.trust("hub:a/b", pin())
@@ -210,6 +259,19 @@ def test_another_holds_it(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(RecipeError, match="another process holds it"),
     ):
         lock.trust("hub:a/c", pin())
+
+
+def test_threads_lose_no_pin(lock: Lock) -> None:
+    def write(number: int) -> None:
+        for at in range(5):
+            Lock(lock.path).trust(f"hub:a/{number}-{at}", pin())
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(lock.pins()) == 30
 
 
 def test_processes_lose_no_pin(lock: Lock) -> None:

@@ -163,6 +163,18 @@ def test_the_baits_bite(source: Source, world: World, model: Any) -> None:
     assert world.canary.exists()
 
 
+CHANGED = (bait.changed_folder, bait.changed_module, bait.changed_branch, bait.changed_tag)
+
+
+@pytest.mark.parametrize("source", CHANGED)
+def test_a_change_runs_once_it_is_trusted(source: Source, world: World, model: Any) -> None:
+    ref = source(world)
+    trust_recipe(ref)
+    assert not world.canary.exists()  # trusting runs nothing
+    by_recipe(model, ref, True)
+    assert world.canary.exists()
+
+
 def test_first_trust_pins_and_the_unchanged_runs_again(world: World, model: Any, own_lock: Path) -> None:
     made = world.folder(generate=HARMLESS)
     assert by_recipe(model, made, True) == "harmless"
@@ -171,6 +183,14 @@ def test_first_trust_pins_and_the_unchanged_runs_again(world: World, model: Any,
     assert list(Lock(own_lock).pins().values()) == [pin]
     with pytest.raises(UntrustedRecipe):  # the flag is needed every time
         by_recipe(model, made, False)
+
+
+def test_a_newer_commit_does_not_run_in_the_pinned_ones_place(world: World, model: Any) -> None:
+    repo = world.repo("ann/rec", HARMLESS)
+    assert by_recipe(model, "ann/rec", True) == "harmless"
+    repo.commit({"generate.py": world.code})
+    assert by_recipe(model, "ann/rec", True) == "harmless"
+    assert not world.canary.exists()
 
 
 @pytest.mark.parametrize("trust", [1, "true", "False", 0.0, object()])
@@ -226,11 +246,31 @@ def test_no_command_runs_it_without_trust(
     assert not world.canary.exists()
 
 
+@pytest.mark.parametrize("source", [bait.linked_file, bait.renamed, bait.changed_folder])
+def test_no_command_runs_a_trick_with_trust(source: Source, world: World, tiny: Tiny) -> None:
+    line = LINES["generate"](str(tiny("llama").folder), source(world))
+    assert command(*line, "--trust-remote-code") != 0
+    assert not world.canary.exists()
+
+
 @pytest.mark.parametrize("source", [*bait.PLAIN, *bait.REFUSED])
 def test_commands_that_look_run_nothing(source: Source, world: World) -> None:
     ref = source(world)
     for name in ("show", "trust", "list", "forget"):
         command("recipe", name, *([] if name == "list" else [ref]))
+    assert not world.canary.exists()
+
+
+def test_a_line_of_a_file_brings_no_recipe(
+    world: World, tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is data says neither which code runs nor that it is trusted."""
+    ref, model = str(world.folder()), kit(world, tiny, "kit")
+    for name in ("recipe", "custom_generate"):
+        lines = world.place / f"{name}.jsonl"
+        lines.write_text(json.dumps({"prompt": "Once", name: ref, "trust_remote_code": True}) + "\n")
+        command("generate", model, "--input", lines, "--max-new-tokens", 2)
+        assert "error" in json.loads(capsys.readouterr().out)
     assert not world.canary.exists()
 
 
