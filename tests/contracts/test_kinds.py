@@ -51,6 +51,8 @@ def _requests(subject: Subject) -> list[Request]:
     "encoder-decoder, relative positions",
     "speech, fixed windows",
     "speech in a prompt",
+    "codes of sound beside every token",
+    "sound added to every token",
     "images in a prompt",
     "images by cross-attention",
     "multimodal positions (M-RoPE)",
