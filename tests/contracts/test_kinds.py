@@ -55,6 +55,8 @@ SHOWN = (
     "encoder-decoder, relative positions",
     "speech, fixed windows",
     "speech in a prompt",
+    "codes of sound beside every token",
+    "sound added to every token",
     "images in a prompt",
     "images by cross-attention",
     "multimodal positions (M-RoPE)",

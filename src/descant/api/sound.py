@@ -24,13 +24,12 @@ from descant.models.audio.codebooks.frames import (
     CodebookFamily,
     FrameInputs,
     LoopChanges,
-    PreparedLoop,
     check_codebook_config,
     codebook_config,
     row_seed,
 )
 from descant.models.audio.latents import LATENT_INPUT, audio_latents, is_latent_model
-from descant.models.compat.custom_generate import LoopInputs, known_fields, run_with_loop
+from descant.models.compat.custom_generate import PreparedLoop, known_fields, run_with_loop
 
 
 def generate_codebooks(model: Any, call: CallOptions) -> Any:
@@ -40,8 +39,8 @@ def generate_codebooks(model: Any, call: CallOptions) -> Any:
     for config in call.configs:
         check_codebook_config(config, family, call.assistant_model)
 
-    def decode(stand_in: Any, own: LoopInputs) -> Any:
-        prepared = prepare_frames(family, PreparedLoop(stand_in, own), call.configs)
+    def decode(loop: PreparedLoop) -> Any:
+        prepared = prepare_frames(family, loop, call.configs)
         options = replace(
             call,
             configs=prepared.configs,
@@ -81,7 +80,7 @@ def prepare_frames(
     for index, frame in enumerate(frames):
         frame.state.seed, frame.state.decode = configs[index % len(configs)].seed, decode
     changes = family.loop_changes(loop, frames)
-    new = loop.inputs.generation_config.max_length - loop.inputs.input_ids.shape[-1]
+    new = loop.generation_config.max_length - loop.input_ids.shape[-1]
     by_seed: dict[tuple[int, int | None], GenerationConfig] = {}  # equal configs stay one object
     row_configs = []
     for index in range(len(frames)):
@@ -195,8 +194,8 @@ def _codebook_request(
         check_codebook_config(merged_config, family)
     arguments = own_arguments(model, config, inputs)
 
-    def prepare(stand_in: Any, prepared: LoopInputs) -> Any:
-        raise _Prepared(prepare_frames(family, PreparedLoop(stand_in, prepared), configs))
+    def prepare(loop: PreparedLoop) -> Any:
+        raise _Prepared(prepare_frames(family, loop, configs))
 
     try:
         run_with_loop(model, prepare, arguments)
@@ -206,11 +205,7 @@ def _codebook_request(
 
     def make_result(hypotheses: Sequence[Hypothesis]) -> Any:
         ids = _codes_of(prepared, hypotheses)
-        return run_with_loop(
-            model,
-            lambda stand_in, own: family.loop_result(PreparedLoop(stand_in, own), prepared.frames, ids),
-            arguments,
-        )
+        return run_with_loop(model, lambda loop: family.loop_result(loop, prepared.frames, ids), arguments)
 
     return SoundRequest(_codebook_rows(prepared, family.num_rows), make_result)
 

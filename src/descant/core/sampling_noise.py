@@ -13,6 +13,8 @@ from torch import Tensor
 from descant.core.context import UINT32_MASK, counter_bits, murmur_mix, row_params
 from descant.core.rows import Rows, index_rows
 
+MAX_SEED = 2**62  # seeds that are drawn or derived are below it
+
 
 def keyed_exponential(
     seed: Tensor, slot: Tensor, position: Tensor, size: int, device: torch.device

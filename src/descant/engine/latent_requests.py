@@ -20,7 +20,7 @@ from descant.models.audio.latents import (
     latent_output,
     latent_sequences,
 )
-from descant.models.compat.custom_generate import LoopInputs, run_with_loop
+from descant.models.compat.custom_generate import PreparedLoop, run_with_loop
 from descant.models.forward.no_cache import NoCache
 
 
@@ -44,7 +44,7 @@ def merged_latent_requests(model: Any, config: GenerationConfig, inputs: Mapping
         raise ConfigError("use_cache", must, False, "use descant.generate")
     sequences: list[LatentSequence] = run_with_loop(
         model,
-        lambda _, prepared: latent_sequences(model, prepared, [config.seed], shares_noise=False),
+        lambda prepared: latent_sequences(model, prepared, [config.seed], shares_noise=False),
         latent_arguments(config, inputs),
     )
     return _requests_of(sequences)
@@ -59,7 +59,7 @@ def decode_latents(model: Any, configs: Sequence[GenerationConfig], inputs: Mapp
         check_latent_config(config, model)
     check_latent_inputs(inputs, model)
 
-    def decode(_: Any, prepared: LoopInputs) -> Any:
+    def decode(prepared: PreparedLoop) -> Any:
         seeds = [config.seed for config in configs]
         sequences = latent_sequences(model, prepared, seeds, shares_noise=True)
         is_cached = prepared.model_kwargs.get("use_cache") is not False

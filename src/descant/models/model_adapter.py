@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import WeakKeyDictionary
 
-from descant.core.interfaces import ModelTraits, RowCache
 from descant.decoding.guidance import JointModel, LogitArithmetic
 from descant.errors import UnsupportedModel
 from descant.kv_cache.row_views import MultiModelCache
-from descant.kv_cache.stores.dense import DenseStore
-from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
 from descant.models.aligned_sound import AlignedSoundModel, is_aligned_sound
 from descant.models.audio.latents import LatentModel, is_latent_model
 from descant.models.audio.whisper import is_whisper
@@ -88,8 +85,3 @@ def adapter_of(model: PreTrainedModel, states: Sequence[str] = ()) -> Transforme
     """A model behind the Model interface, with these further outputs."""
     drop_stale_products(model)
     return (AlignedSoundModel if model_kind(model) == "aligned sound" else TransformersModel)(model, states)
-
-
-def new_cache(traits: ModelTraits) -> RowCache:
-    """An empty cache of the type that models with these traits work on by default."""
-    return RecurrentStateCache(traits.cache_argument) if traits.cache_type == "recurrent" else DenseStore()

@@ -90,6 +90,11 @@ def head_logits(model: Any, hidden: Tensor, adapters: PeftAdapters) -> Tensor:
     return logits.view(*hidden.shape[:-1], -1)
 
 
+def new_cache(traits: ModelTraits) -> RowCache:
+    """An empty cache of the type that models with these traits work on by default."""
+    return RecurrentStateCache(traits.cache_argument) if traits.cache_type == "recurrent" else DenseStore()
+
+
 class TransformersModel:
     """Any generative model of transformers 5.
 
@@ -137,9 +142,7 @@ class TransformersModel:
 
     def new_cache(self) -> RowCache:
         """An empty cache of the type that it works on by default."""
-        if self.traits.cache_type == "recurrent":
-            return RecurrentStateCache(self.traits.cache_argument)
-        return DenseStore()
+        return new_cache(self.traits)
 
     def set_output_states(self, states: Sequence[str]) -> None:
         """Return these states from the next forward on: "hidden_states", "attentions"."""
@@ -475,7 +478,7 @@ class TransformersModel:
             positions = positions.clamp(max=last.to(device)[:, None])
         # transformers searches the parameters for the dtype in every call.
         dtype = self.model.dtype if self.traits.attn_implementation == "eager" else None
-        mask = attention_mask(positions, span.read_length, shown, self.traits, dtype)
+        mask = attention_mask(positions, span.read_length, shown, self.traits.sliding_windows, dtype)
         return {"position_ids": positions, "attention_mask": mask}
 
     def _side_inputs(

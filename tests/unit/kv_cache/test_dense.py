@@ -16,14 +16,10 @@ from tests.support.tiny_models import prompts
 HEADS, SIZE = 2, 3
 
 
-def feed(cache, width, rows=None, start=0, stop=None):
-    """Write `width` new positions; what the rows hold then."""
-    count = len(cache) if rows is None else len(rows)
-    block = torch.randn(count, HEADS, width, SIZE)
-    where = None if rows is None else torch.tensor(rows)
-    last = start if isinstance(start, int) else int(torch.tensor(start).max())
-    begin = start if isinstance(start, int) else torch.tensor(start)
-    return block, cache.update(0, block, -block, KVSpan(where, begin, width, stop or last + width))
+def feed(cache, width, start=0):
+    """Write `width` new positions of every row."""
+    block = torch.randn(len(cache), HEADS, width, SIZE)
+    cache.update(0, block, -block, KVSpan(None, start, width, start + width))
 
 
 def num_slots(cache):
@@ -51,23 +47,16 @@ def test_a_block_ends_at_the_expected_length_unless_a_row_does_not(expected):
     assert expected < num_slots(cache) <= expected + 1 + max(expected // 8, 16)
 
 
-def test_copies_of_a_cache_expect_the_same_length():
-    cache = DenseStore(40)
-    cache.extend(1)
-    feed(cache, 30)
-    cache.commit(None, torch.tensor([30]))
-    copy = cache.select(torch.tensor([0]))
-    feed(copy, 1, start=30)
-    assert num_slots(copy) == 40
-
-
 def test_a_prompt_has_no_spare_slots_until_a_token_follows():
+    """The copy of a cache expects the same length."""
     cache = DenseStore(60)
     cache.extend(1)
     feed(cache, 30)
     assert num_slots(cache) == 30
-    feed(cache, 1, start=30)
-    assert num_slots(cache) == 60
+    cache.commit(None, torch.tensor([30]))
+    for one in (cache, cache.select(torch.tensor([0]))):
+        feed(one, 1, start=30)
+        assert num_slots(one) == 60
 
 
 class LiveBlocks(TorchDispatchMode):
@@ -112,12 +101,26 @@ def test_requests_take_no_more_than_their_rows_can_need(tiny, length, new):
     assert largest == 3 * (length + new - 1) * slot
 
 
-def test_a_fork_copies_the_new_row_and_not_the_old_one():
-    cache = DenseStore()
-    cache.extend(1)
-    feed(cache, 5)
-    cache.commit(torch.tensor([0, 0, 0]), torch.tensor([5, 5, 5]))
-    assert cache.copied_slots == 10
+COPIES = {  # rows, then by commit: the parents, the length of the rows, and the slots copied so far
+    "a fork copies the new rows and not the old one": (1, [([0, 0, 0], 5, 10)]),
+    "kin copy what came after they parted": (1, [([0, 0], 100, 100), ([1, 0], 101, 102)]),
+    "strangers share nothing": (2, [([1, 0], 100, 200)]),
+    "rows that stay in their place move nothing": (4, [(None, 9, 0), ([0, 1, 2], 9, 0)]),
+}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_slots_that_are_copied(case):
+    rows, commits = COPIES[case]
+    cache, start = DenseStore(), 0
+    cache.extend(rows)
+    for parents, length, copied in commits:
+        if length > start:
+            feed(cache, length - start, start=start)
+        index = None if parents is None else torch.tensor(parents)
+        cache.commit(index, torch.full((rows if parents is None else len(parents),), length))
+        assert cache.copied_slots == copied
+        start = length
 
 
 def test_one_row_more_doubles_the_memory():
@@ -129,41 +132,12 @@ def test_one_row_more_doubles_the_memory():
     assert cache.nbytes == 2 * before
 
 
-def test_moves_among_kin_copy_only_what_came_after_they_parted():
-    cache = DenseStore()
-    cache.extend(1)
-    feed(cache, 100)
-    cache.commit(torch.tensor([0, 0]), torch.tensor([100, 100]))
-    before = cache.copied_slots
-    feed(cache, 1, start=100)
-    cache.commit(torch.tensor([1, 0]), torch.tensor([101, 101]))
-    assert cache.copied_slots - before == 2
-
-
-def test_strangers_share_nothing():
-    cache = DenseStore()
-    cache.extend(2)
-    feed(cache, 100)
-    cache.commit(torch.tensor([1, 0]), torch.tensor([100, 100]))
-    assert cache.copied_slots == 200
-
-
-def test_rows_that_keep_their_place_move_nothing():
-    cache = DenseStore()
-    cache.extend(4)
-    feed(cache, 9)
-    cache.commit(None, torch.tensor([9, 7, 5, 0]))
-    cache.commit(torch.tensor([0, 1, 2]), torch.tensor([9, 7, 5]))
-    assert (cache.copied_slots, len(cache)) == (0, 3)
-
-
-@pytest.mark.parametrize("beams", [2, 4, 8])
 @pytest.mark.parametrize(
     "method", [{}, {"do_sample": True, "seed": 1, "temperature": 2.0}], ids=["search", "sampling"]
 )
-def test_beams_never_move_their_prompt(tiny, beams, method):
+def test_beams_never_move_their_prompt(tiny, method):
     """What is copied does not grow with the prompt, but for the first fork's own rows."""
-    one = tiny("llama")
+    one, beams = tiny("llama"), 4
     moved = {}
     for length in (16, 160):
         session = Session(one.model, cache=DenseStore())
@@ -176,19 +150,6 @@ def test_beams_never_move_their_prompt(tiny, beams, method):
         moved[length] = session._tables.default.cache.copied_slots - forked
     assert max(moved.values()) <= beams * 20 * 20
     assert moved[160] <= 2 * moved[16] + beams * 20
-
-
-def test_rows_of_requests_that_left_are_used_again(tiny):
-    """A session in which one request follows another does not grow."""
-    one = tiny("llama")
-    session = Session(one.model)
-    sizes = []
-    for prompt in prompts(one.arch, [9] * 12, 4):
-        session.admit(Request(prompt, GenerationConfig(max_new_tokens=5, num_beams=3)))
-        list(session.drain())
-        sizes.append(session._tables.default.cache.nbytes)
-    assert len(session._tables.default.cache) == 0
-    assert sizes[-1] == sizes[1]
 
 
 def test_a_request_that_leaves_moves_one_row_at_the_most(tiny):

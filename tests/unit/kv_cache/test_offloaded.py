@@ -12,26 +12,13 @@ from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
 from descant.errors import InputError
 from descant.kv_cache.stores.dense import OffloadedStaticStore, OffloadedStore
-from descant.testing import CacheTraits, ReferenceCache, check_cache
+from descant.testing import ReferenceCache
 from descant.testing.outcome import compare, outcomes
 from tests.contracts.subjects import of_method
 from tests.support.tiny_models import prompts
 
 LAYERS, HEADS, SIZE = 3, 2, 3
 HOST = torch.device("cpu")
-
-
-class Far(OffloadedStore):
-    """Offloads to a device whose memory cannot be read directly, so that saving copies to the host."""
-
-    def state(self):
-        return {name: one.cpu() for name, one in OffloadedStore.state(self).items()}
-
-
-class FarStatic(OffloadedStaticStore):
-    """The same of a fixed size."""
-
-    state = Far.state
 
 
 def feed(cache, width, start=0, rows=None, device=FIRST):
@@ -61,15 +48,6 @@ def devices(tiny):
     tiny("llama")
     with pretended():
         yield
-
-
-@pytest.mark.ci_cases("static")
-@pytest.mark.parametrize("cache", ["dense", "static"])
-def test_a_cache_that_rests_elsewhere_equals_lists(cache):
-    if cache == "dense":
-        check_cache(lambda: Far(FIRST), 12)
-    else:
-        check_cache(lambda: FarStatic(20, device=FIRST), 12, traits=CacheTraits(capacity=20))
 
 
 @pytest.mark.parametrize("kind", ["dense", "static"])

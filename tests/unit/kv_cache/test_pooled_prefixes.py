@@ -10,7 +10,6 @@ import torch
 
 from descant import Finished, GenerationConfig, PrefixCache, Request, SchedulerConfig, Session
 from descant.core.interfaces import KVSpan
-from descant.kv_cache.prefix_cache import _PooledPrefixBlock
 from descant.kv_cache.row_views import CachedRow, append_rows
 from descant.kv_cache.stores.dense import DenseStore
 from descant.kv_cache.stores.paged import PagedStore
@@ -96,25 +95,6 @@ def test_the_oldest_unused_blocks_are_evicted_first():
     del found
     prefixes.limit_unused(0)
     assert len(prefixes) == 2, "blocks in use stay"
-
-
-def test_eviction_looks_at_unused_blocks_only(monkeypatch):
-    prefixes, pool = PrefixCache(block=8), PagedStore(4).pool
-    stores = [filled(PagedStore(pool=pool), 16) for _ in range(6)]
-    for number, store in enumerate(stores):
-        prefixes.insert(TOKENS[:16] + 100 * number, CachedRow(store))
-    del stores[4:], store
-    gc.collect()
-    seen = []
-    counted = _PooledPrefixBlock.num_unused.fget
-    monkeypatch.setattr(
-        _PooledPrefixBlock, "num_unused", property(lambda one: seen.append(id(one)) or counted(one))
-    )
-    assert prefixes.num_unused() == 8
-    prefixes.limit_unused(5)
-    assert (len(seen), len(prefixes), prefixes.num_unused()) == (2, 10, 4)
-    assert prefixes.lookup(follow(TOKENS[:16] + 400)) is None, "the end of a text goes before its start"
-    assert prefixes.lookup(follow(TOKENS[:16] + 500)).length == 16
 
 
 def test_a_block_that_is_found_again_is_used_last():

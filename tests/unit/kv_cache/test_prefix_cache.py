@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -268,30 +266,3 @@ def test_arguments_are_checked():
             PrefixCache(**wrong)
         assert error.value.field == next(iter(wrong))
     assert descant.PrefixCache is PrefixCache
-
-
-def test_weights_that_change_empty_it(llama):
-    model = copy.deepcopy(llama.model)
-    known = PrefixCache(block=4)
-    config, prompt = GenerationConfig(max_new_tokens=6), list(range(5, 25))
-    session = Session(model, prefix_cache=known)
-    run(session, Request(prompt, config))
-    assert len(known) > 0
-    with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.mul_(-1)
-    assert run(session, Request(prompt, config))[0][0] == cold(model, prompt, config)[0]
-    assert known.report().tokens_found == 0
-    run(Session(model, prefix_cache=known), Request(prompt, config))
-    assert known.report().tokens_found > 0
-
-
-def test_what_was_read_with_other_weights_is_not_kept(llama):
-    model = copy.deepcopy(llama.model)
-    known = PrefixCache(block=4)
-    session = Session(model, prefix_cache=known)
-    session.admit(Request(list(range(5, 25)), GenerationConfig(max_new_tokens=6, eos_token_id=None)))
-    session.step()
-    with torch.no_grad():
-        model.model.embed_tokens.weight[7] += 1
-    list(session.drain())
-    assert len(known) == 0

@@ -6,18 +6,15 @@ import pytest
 import safetensors.torch
 import torch
 
-import descant
 from descant.core.interfaces import KVSpan
 from descant.errors import ConfigError, InputError
 from descant.kv_cache.row_views import PairedRowCache
-from descant.kv_cache.stores import quantized as quantized_chunks
 from descant.kv_cache.stores import quantizers
 from descant.kv_cache.stores.dense import DenseStore
 from descant.kv_cache.stores.quantized import QuantizedStore
 from descant.kv_cache.stores.quantizers import HQQ, Quanto
 from descant.testing import check_cache
 from tests.support.extras import need_hqq
-from tests.support.tiny_models import pad, prompts
 
 HEADS, SIZE = 2, 64
 
@@ -206,91 +203,7 @@ def test_what_rows_share_is_decoded_once(monkeypatch):
     assert not torch.equal(keys[0, :, 50:54], keys[2, :, 50:54])
 
 
-def test_lines_are_read_in_as_few_moves_as_can_be():
-    def chunk(length):
-        return quantized_chunks.QuantizedChunk(length, {})
-
-    a, b, c, d = chunk(5), chunk(3), chunk(3), chunk(4)
-    plan = quantized_chunks.ChunkReadPlan.from_rows(
-        [[quantized_chunks.ChunkRef(a, 5), quantized_chunks.ChunkRef(b, 3)]]
-    )
-    assert (plan.copies, plan.total_length, plan.is_uniform) == (None, 8, True)
-    plan = quantized_chunks.ChunkReadPlan.from_rows(
-        [[quantized_chunks.ChunkRef(b, 3)], [quantized_chunks.ChunkRef(c, 3)]]
-    )
-    assert plan.copies is None
-    plan = quantized_chunks.ChunkReadPlan.from_rows(
-        [[quantized_chunks.ChunkRef(b, 3)], [quantized_chunks.ChunkRef(d, 3)]]
-    )  # what is left of it comes last
-    assert plan.copies == [(slice(0, 1), slice(0, 3), slice(0, 3)), (slice(1, 2), slice(0, 3), slice(3, 6))]
-    shared = quantized_chunks.ChunkReadPlan.from_rows([[quantized_chunks.ChunkRef(a, 5)]] * 4)
-    assert shared.copies == [(slice(0, 4), slice(0, 5), slice(0, 5))]
-    both = quantized_chunks.ChunkReadPlan.from_rows(
-        [
-            [quantized_chunks.ChunkRef(a, 5), quantized_chunks.ChunkRef(b, 3)],
-            [quantized_chunks.ChunkRef(a, 2), quantized_chunks.ChunkRef(c, 3)],
-        ]
-    )
-    assert both.copies == [
-        (slice(0, 1), slice(0, 8), slice(0, 8)),
-        (slice(1, 2), slice(0, 2), slice(0, 2)),
-        (slice(1, 2), slice(2, 5), slice(8, 11)),
-    ]
-    assert not both.is_uniform
-
-
 # -------------------------------------------------------------------- rows beside each other
-@pytest.mark.parametrize("settings", [{}, {"axis_key": -1, "axis_value": -1}, {"q_group_size": 24}], ids=str)
-def test_a_row_is_the_same_in_any_batch(settings):
-    lengths, more = [9, 4, 70], [3, 6, 1]
-    contents = [
-        random_block(1, length + extra, row)
-        for row, (length, extra) in enumerate(zip(lengths, more, strict=True))
-    ]
-    whole = one(residual=4, **settings)
-    whole.extend(3)
-    wide = torch.zeros(3, HEADS, 70, SIZE)
-    for row, (content, length) in enumerate(zip(contents, lengths, strict=True)):
-        wide[row, :, :length] = content[0, :, :length]
-    feed(whole, wide, start=[0, 0, 0])
-    whole.commit(None, torch.tensor(lengths))
-    wide = torch.zeros(3, HEADS, 6, SIZE)
-    for row, (content, length, extra) in enumerate(zip(contents, lengths, more, strict=True)):
-        wide[row, :, :extra] = content[0, :, length:]
-    feed(whole, wide)
-    whole.commit(None, torch.tensor(lengths) + torch.tensor(more))
-    together, _ = feed(whole, torch.zeros(3, HEADS, 1, SIZE))
-    assert together.isfinite().all()
-    for row, (content, length, extra) in enumerate(zip(contents, lengths, more, strict=True)):
-        alone = one(residual=4, **settings)
-        alone.extend(1)
-        feed(alone, content[:, :, :length])
-        alone.commit(None, torch.tensor([length]))
-        feed(alone, content[:, :, length:])
-        alone.commit(None, torch.tensor([length + extra]))
-        keys, _ = feed(alone, torch.zeros(1, HEADS, 1, SIZE))
-        assert torch.equal(together[row, :, : length + extra], keys[0, :, : length + extra])
-
-
-@pytest.mark.parametrize("method", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
-def test_a_batch_writes_what_its_rows_write_alone(tiny, method):
-    tried = tiny("llama")
-    rows = prompts(tried.arch, [5, 17, 9], 11)
-    config = {"backend": "quanto", "nbits": 4, "residual_length": 6, "q_group_size": 16}
-    given = {"cache_implementation": "quantized", "cache_config": config, "max_new_tokens": 15} | method
-
-    def generate_ids(some, seeds):
-        ids, mask = pad(some, tried.pad, "left")
-        drawn_by = {"seed": seeds} if "do_sample" in method else {}
-        out = descant.generate(tried.model, ids, attention_mask=mask, eos_token_id=None, **drawn_by, **given)
-        return out[:, ids.shape[1] :].tolist()
-
-    together = generate_ids(rows, [4, 5, 6])
-    assert together == [generate_ids([row], [seed])[0] for row, seed in zip(rows, (4, 5, 6), strict=True)]
-    given |= {"cache_implementation": "dynamic", "cache_config": None}
-    assert together != generate_ids(rows, [4, 5, 6])  # what they write shows that bits were lost
-
-
 # -------------------------------------------------------------------- what it takes, and where it goes
 def test_four_bits_take_less_than_a_third_of_a_dense_cache():
     sizes = {}
@@ -369,26 +282,6 @@ def test_rows_can_be_read_without_being_fed():
     shown, _ = feed(cache, random_block(3, 1, 2))
     assert torch.equal(keys[0, :, :12], shown[2, :, :12])
     assert torch.equal(keys[1, :, :23], shown[0, :, :23])
-
-
-def test_chosen_rows_stand_alone_and_share_chunks():
-    cache = one()
-    cache.extend(2)
-    feed(cache, random_block(2, 20))
-    cache.commit(None, torch.tensor([20, 12]))
-    other = cache.select(torch.tensor([1, 1, 0]))
-    assert other.lengths.tolist() == [12, 12, 20]
-    assert held(other)[0] == held(cache)[1]
-    before, _ = cache.read(0, torch.tensor([0, 1]))
-    grown(other, 9)
-    other.commit(None, torch.tensor([0, 3, 5]))
-    after, _ = cache.read(0, torch.tensor([0, 1]))
-    assert torch.equal(before, after)
-    cache.join(other)
-    assert cache.lengths.tolist() == [20, 12, 0, 3, 5]
-    joined, _ = cache.read(0, torch.tensor([3, 4]))
-    assert torch.equal(joined[0, :, :3], before[1, :, :3])
-    assert torch.equal(joined[1, :, :5], before[0, :, :5])
 
 
 def test_moving_a_cache_leaves_what_another_shares():

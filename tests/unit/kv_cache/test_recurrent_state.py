@@ -13,7 +13,6 @@ from torch import Tensor
 
 from descant.kv_cache.stores.recurrent_state import (
     RecurrentStateCache,
-    concat_states,
     copy_state,
     state_signature,
     take_state_rows,
@@ -49,31 +48,19 @@ def _values(state: dict[str, Any]) -> list[float]:
     return found
 
 
-def test_taking_rows_takes_lines_of_every_tensor_and_leaves_the_rest():
+def test_taken_rows_are_a_copy_of_lines_of_every_tensor_and_of_the_rest():
     whole = _state([1.0, 2.0, 3.0])
     part = take_state_rows(whole, [2, 0, 2, 2], 3)
     assert _values(part) == [3.0, 1.0, 3.0, 3.0]
     assert part["pair"][1] == 5
     assert part["layers"][0].kernel.tolist() == list(range(7))
     assert part["layers"][0].empty is None
-    assert _values(whole) == [1.0, 2.0, 3.0]
-
-
-def test_what_is_taken_is_the_takers_own():
-    whole = _state([1.0, 2.0])
-    part = take_state_rows(whole, [0, 1], 2)
     part["layers"][0].conv.fill_(9)
     part["layers"][0].ready[0] = False
     part["layers"][0].kernel.fill_(9)
-    assert _values(whole) == [1.0, 2.0]
+    assert _values(whole) == [1.0, 2.0, 3.0]
     assert whole["layers"][0].ready == {0: True}
     assert whole["layers"][0].kernel.tolist() == list(range(7))
-
-
-def test_objects_that_differ_in_rows_alone_can_be_joined():
-    first, second = _state([1.0, 2.0]), _state([7.0])
-    assert state_signature(first, 2) == state_signature(second, 1)
-    assert _values(concat_states([first, second], [2, 1])) == [1.0, 2.0, 7.0]
 
 
 @pytest.mark.parametrize("other", [_state([7.0], length=4), {**_state([7.0]), "pair": (torch.ones(1, 3), 6)}])
@@ -91,10 +78,6 @@ def test_configs_are_not_walked_into():
 
     config = Config()
     assert take_state_rows({"config": config, "x": torch.ones(2)}, [0], 2)["config"] is config
-
-
-def test_state_cannot_be_cut():
-    assert RecurrentStateCache().max_rewind == 0
 
 
 def test_rows_of_two_groups_do_not_share_a_state():
@@ -150,20 +133,18 @@ def _committed(values: list[float], length: int) -> RecurrentStateCache:
     return cache
 
 
-def test_what_no_commit_accepted_is_read_by_nobody():
+@pytest.mark.parametrize(
+    ("lengths", "expected"), [(None, [1, 2, 3]), ([5, 4, 5], [8, 2, 9]), ([4, 4, 4], [1, 2, 3])]
+)
+def test_what_was_written_counts_once_a_commit_accepts_its_length(lengths, expected):
     cache = _committed([1.0, 2.0, 3.0], 4)
-    cache.write_state(torch.tensor([0, 2]), _state([8.0, 9.0]), torch.tensor([5, 5]))  # and was interrupted
-    assert [part.tolist() for part in cache.row_batches(torch.tensor([4, 4, 4]))] == [[0, 1, 2]]
-    assert _values(cache.read_state(torch.arange(3))) == [1.0, 2.0, 3.0]
-
-
-def test_a_commit_accepts_what_was_written_up_to_a_length():
-    for lengths, expected in (([5, 4, 5], [8.0, 2.0, 9.0]), ([4, 4, 4], [1.0, 2.0, 3.0])):
-        cache = _committed([1.0, 2.0, 3.0], 4)
-        cache.write_state(torch.tensor([0, 2]), _state([8.0, 9.0]), torch.tensor([5, 5]))
+    cache.write_state(torch.tensor([0, 2]), _state([8.0, 9.0]), torch.tensor([5, 5]))
+    if lengths is None:  # and was interrupted
+        assert [part.tolist() for part in cache.row_batches(torch.tensor([4, 4, 4]))] == [[0, 1, 2]]
+    else:
         cache.commit(None, torch.tensor(lengths))
         cache.row_batches()
-        assert _values(cache.read_state(torch.arange(3))) == expected
+    assert _values(cache.read_state(torch.arange(3))) == expected
 
 
 def test_a_prompt_that_was_interrupted_leaves_no_state():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from descant import GenerationConfig, Request, Session
+from descant import GenerationConfig, Request
 from descant.core.interfaces import KVSpan
 from descant.errors import InputError
 from descant.kv_cache.stores.sink_window import SinkStore
@@ -14,38 +14,8 @@ from descant.models.forward.rope import rope_of_model
 from descant.testing import Schedule
 from descant.testing.outcome import outcomes
 from tests.support.tiny_models import prompts
-from tests.unit.kv_cache.known import Known
-from tests.unit.kv_cache.recency import drilled
 
 LENGTH, SINKS = 9, 2
-
-
-def turned(keys, shift):
-    """Keys [N, ..., D] moved on by a number of positions each of the first, in halves."""
-    half = keys.shape[-1] // 2
-    speed = 1.0 / 100.0 ** (torch.arange(half) / half)
-    angle = torch.as_tensor(shift).double().view(-1, *[1] * (keys.ndim - 1)) * speed
-    cos, sin = angle.cos().float(), angle.sin().float()
-    one, two = keys[..., :half], keys[..., half:]
-    return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
-
-
-@pytest.mark.ci_cases("3-2-1-1", "4-0-2-3")
-@pytest.mark.parametrize(
-    ("length", "sinks", "slack", "room"), [(6, 2, 0, 1), (5, 1, 3, 2), (4, 0, 2, 3), (3, 2, 1, 1)], ids=str
-)
-def test_sinks_show_what_lists_would(length, sinks, slack, room):
-    def rule(layer, start):
-        forgotten = max(0, start - (length - 1))
-        head = [(at, forgotten) for at in range(min(sinks, start))]
-        return head + [(at, 0) for at in range(sinks + forgotten, start)]
-
-    drilled(
-        lambda: SinkStore(length, sinks, turned, slack, room),
-        2,
-        rule,
-        lambda key, shift: turned(key[None, :, None], [shift])[0, :, 0],
-    )
 
 
 class Recounted:
@@ -144,60 +114,19 @@ def test_sinks_matter(tiny):
         assert max(float((found.logits[prefix] - logits[prefix]).abs().max()) for prefix in both) > 0.01
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_drafts_change_nothing(tiny, attention):
-    """Each of several queries that are fed at once has the window that it has alone."""
-    one = tiny("llama", attn_implementation=attention)
-    texts = prompts(one.arch, [4, 17, 30], 3)
-    plain = GenerationConfig(max_new_tokens=60, eos_token_id=None)
-    guessed = plain.replace(num_assistant_tokens=5, num_assistant_tokens_schedule="constant")
-
-    def output_of(config, drafter=None):
-        # Longer than what is tried along with a prompt, which counts as the prompt does.
-        store = SinkStore(12, SINKS, rope_of_model(one.model), slack=3, room=4)
-        asked = [Request(text, config, assistant_model=drafter) for text in texts]
-        return outcomes(one.model, asked, cache=store)
-
-    alone = output_of(plain)
-    whole = [[*text, *found.tokens[0]] for text, found in zip(texts, alone, strict=True)]
-    for expected, found in zip(alone, output_of(guessed, Known(whole)), strict=True):
-        assert found.tokens == expected.tokens
-        assert found.hypotheses[0].speculation.saved_forwards > 20
-        assert found.tokens == expected.tokens
-        for prefix, line in found.logits.items():
-            assert torch.allclose(expected.logits[prefix], line, rtol=0.0, atol=1e-4)
-
-
-def test_memory_does_not_grow(tiny):
-    one = tiny("llama")
-    store = SinkStore(LENGTH, SINKS, rope_of_model(one.model), slack=8, room=8)
-    session = Session(one.model, cache=store)
-    session.admit(
-        *(
-            Request(text, GenerationConfig(max_new_tokens=300, eos_token_id=None))
-            for text in prompts(one.arch, [4, 40], 3)
-        )
-    )
-    sizes = []
-    while len(session):
-        list(session.step())
-        sizes.append(store.nbytes)
-    config = one.model.config
-    slot = 2 * 2 * config.num_key_value_heads * config.head_dim * 4  # keys and values, two layers
-    assert max(sizes) <= 2 * (LENGTH - 1 + 8 + 8) * slot
-    assert len(sizes) == 300
-
-
-def test_a_row_is_cut_no_further_than_it_can_go_on():
-    store = SinkStore(6, 2, turned, slack=4, room=1)
-    store.extend(1)
-    for start in range(30):
-        block = torch.randn(1, 2, 1, 4)
-        store.update(0, block, block, KVSpan(None, start, 1, start + 1))
-        store.commit(None, torch.tensor([start + 1]))
-    store.commit(None, torch.tensor([26]))
-    with pytest.raises(InputError, match=r"must be >= .* for row 0"):
-        store.commit(None, torch.tensor([10]))
+def test_eager_attention_has_the_window_of_each_of_several_queries(tiny):
+    """Products with keys and values around a softmax are what torch's attention gives."""
+    store, width = SinkStore(LENGTH, SINKS, rope_of_model(tiny("llama").model), slack=3, room=4), 3
+    store.extend(2)
+    for start in range(0, 40, width):
+        key, value = torch.randn(2, 2, 2, width, 8)
+        keys, values = store.update(0, key, value, KVSpan(None, start, width, start + width))
+        store.commit(None, torch.full((2,), start + width))
+    query = torch.randn(2, 2, width, 8)
+    weights = (query @ keys.transpose(2, 3) / 8**0.5).softmax(-1)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values)
+    torch.testing.assert_close(weights @ values, expected)
+    assert (weights > 0).sum(-1).unique().tolist() == [LENGTH]
 
 
 @pytest.mark.parametrize(("length", "sinks"), [(4, 4), (0, 0), (3, -1)])

@@ -1,91 +1,14 @@
-"""The windowed cache: what it shows, what it keeps, and whole generations on it."""
+"""The windowed cache beyond the law of caches: what it keeps, and what it refuses."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import pytest
 import torch
 
-from descant import GenerationConfig, Request, Session
 from descant.core.interfaces import KVSpan
 from descant.errors import InputError
-from descant.kv_cache.stores.dense import DenseStore
 from descant.kv_cache.stores.sink_window import WindowStore
-from descant.models.forward.traits import traits_of
-from descant.testing import Schedule
-from descant.testing.outcome import compare, outcomes
-from tests.support.tiny_models import ARCHITECTURES, prompts
-from tests.unit.decoding.speculative.rig import network
-from tests.unit.kv_cache.recency import drilled
 
-
-@pytest.mark.ci_cases("[6, 6]-8-64", "[5, None]-2-3", "[3]-0-1")
-@pytest.mark.parametrize(
-    ("windows", "slack", "room"),
-    [([3], 0, 1), ([5, None], 2, 3), ([1, 4], 3, 2), ([6, 6], 8, 64), ([None, None], 0, 1)],
-    ids=str,
-)
-def test_a_window_shows_what_lists_would(windows, slack, room):
-    def rule(layer, start):
-        window = windows[layer]
-        return [(at, 0) for at in range(0 if window is None else max(0, start - window + 1), start)]
-
-    drilled(lambda: WindowStore(windows, slack, room), len(windows), rule)
-
-
-# -------------------------------------------------------------------- whole generations
-METHODS = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "seed": 7, "num_return_sequences": 3},
-    "beams": {"num_beams": 4, "num_return_sequences": 2},
-    "sampled beams": {"num_beams": 3, "do_sample": True, "seed": 3},
-    "groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
-    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
-    "lookup": {"prompt_lookup_num_tokens": 4},
-    "early exit": {"assistant_early_exit": 1, "num_assistant_tokens": 3},
-    "guidance": {"guidance_scale": 1.5},
-    "one by one": {"penalty_alpha": 0.6, "top_k": 4, "low_memory": True},
-}
-
-
-def check(expected, found, where):
-    """The same outcome at any position: drafts start a step later on an evicting cache."""
-    both = expected.logits.keys() & found.logits.keys()
-    assert len(both) * 2 > len(expected.logits)
-    compare(
-        *(replace(one, logits={prefix: one.logits[prefix] for prefix in both}) for one in (expected, found)),
-        where,
-    )
-
-
-def model_of(name):
-    """A tiny model with a window of five: in every layer, or in every other."""
-    return network({"mistral": "mistral", "hybrid": "gemma3"}[name])
-
-
-def store_of(model, slack=3, room=4):
-    facts = traits_of(model)
-    return WindowStore([facts.sliding_windows[kind] for kind in facts.layer_types], slack, room)
-
-
-@pytest.mark.parametrize("name", ["mistral", "hybrid"])
-def test_every_method_shares_a_table(name):
-    model = model_of(name)
-    texts = prompts(ARCHITECTURES["llama"], [4, 9, 17, 2, 30, 6], 6)
-    kinds = ("greedy", "sampling", "beams", "contrastive", "lookup", "groups")
-    asked = [
-        Request(text, GenerationConfig(max_new_tokens=14 + 3 * at, eos_token_id=None, **METHODS[kind]))
-        for at, (text, kind) in enumerate(zip(texts, kinds, strict=True))
-    ]
-    schedule = Schedule({0: [2, 0], 1: [4], 4: [1, 5], 8: [3]})
-    expected = outcomes(model, asked, schedule, DenseStore())
-    found = outcomes(model, asked, schedule, store_of(model, slack=0, room=1))
-    for number, kind in enumerate(kinds):
-        check(expected[number], found[number], kind)
-
-
-# -------------------------------------------------------------------- memory
 HEADS, SIZE, SLOT = 2, 4, 2 * 2 * 4 * 4  # of keys and values, in bytes
 
 
@@ -281,13 +204,3 @@ def test_layers_and_windows_must_agree():
         store.visible_slots(1, KVSpan(None, 0, 1, 1))
     with pytest.raises(InputError, match="windows"):
         store.join(WindowStore([4]))
-
-
-def test_a_session_on_windows_leaves_nothing(tiny):
-    one = tiny("mistral")
-    store = store_of(one.model)
-    session = Session(one.model, cache=store)
-    for text in prompts(one.arch, [9] * 4, 4):
-        session.admit(Request(text, GenerationConfig(max_new_tokens=30, num_beams=3)))
-        list(session.drain())
-    assert len(store) == 0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import threading
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,11 +13,9 @@ from packaging.version import Version
 
 import descant
 from descant import GenerationConfig, InputError, Request, SchedulerConfig, UnsupportedModel
-from descant.core.interfaces import KVSpan
 from descant.core.records import Proposal
 from descant.core.rows import Rows
-from descant.kv_cache.attention.packed_span import PackedSpan
-from descant.kv_cache.kernels.decode_attention import DecodeAttention, KernelAttention, PagedDecodeAttention
+from descant.kv_cache.kernels.decode_attention import KernelAttention, PagedDecodeAttention
 from descant.kv_cache.stores.dense import DenseStore
 from descant.kv_cache.stores.paged import PagedStore
 from descant.models.fast import products as bfloat16_product
@@ -196,25 +194,18 @@ def test_a_changed_model_runs_its_own_code(compiled):
         assert torch.equal(descant.generate(other, torch.arange(6).view(1, 6), max_new_tokens=4), changed)
     finally:
         layer.up_proj.weight = weight
-    assert compiled_layers_of(compiled) is not None
-    compiled.train()
-    assert compiled_layers_of(compiled) is None
-    compiled.eval()
-    path = layer.act_fn
-    layer.adapter = "other"
-    assert compiled_layers_of(compiled) is None
-    del layer.adapter
-    layer.scaling = {"other": 2.0}
-    assert compiled_layers_of(compiled) is None
-    del layer.scaling
-    layer.forward = layer.forward
-    assert compiled_layers_of(compiled) is None
-    del layer.__dict__["forward"]
-    assert layer.act_fn is path
     threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    assert compiled_layers_of(compiled) is None
-    torch.set_num_threads(threads)
+    changes = [
+        (compiled.train, compiled.eval),
+        (partial(torch.set_num_threads, threads + 1), partial(torch.set_num_threads, threads)),
+    ]
+    for name, value in (("adapter", "other"), ("scaling", {"other": 2.0}), ("forward", layer.forward)):
+        changes.append((partial(setattr, layer, name, value), partial(delattr, layer, name)))
+    for change, undo in changes:
+        assert compiled_layers_of(compiled) is not None
+        change()
+        assert compiled_layers_of(compiled) is None
+        undo()
     assert compiled_layers_of(compiled) is not None
 
 
@@ -376,62 +367,3 @@ def test_what_cannot_be_compiled_is_refused(tiny, compiled):
     with pytest.raises(UnsupportedModel, match="has no packed forwards, which compiled layers need"):
         descant.compile_layers(model)
     assert all("forward" not in one.__dict__ for one in model.modules())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("key_dim", "value_dim"), [(64, 64), (20, 36), (16, 8)])
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_the_kernel_agrees_with_torch(key_dim, value_dim, repeats, dtype):
-    torch.manual_seed(0)
-    heads, starts = 2, np.array([0, 5, 70, 15, 16])
-    rows = np.array([3, 0, 4, 1, 2])
-    keys, values = (torch.randn(5, heads, 80, dim).to(dtype) for dim in (key_dim, value_dim))
-    store, count = DenseStore(), len(rows)
-    store.extend(count)
-    store.update(0, keys, values, KVSpan(None, 0, 80, 80))
-    query = torch.randn(1, count + 1, heads * repeats, key_dim).transpose(1, 2)  # as models have them
-    key = torch.randn(1, count + 1, heads, key_dim).transpose(1, 2)
-    value = torch.randn(1, heads, count + 1, value_dim)
-    query, key, value = (one.to(dtype) for one in (query, key, value))
-    attention = DecodeAttention.create(store, PackedSpan(rows, starts, np.ones(count, dtype=np.int64)))
-    assert attention is not None
-    out = attention.attend(query, key, value, 0, None)
-    assert out is not None
-    assert not out[0, count:].any()
-    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        own_keys = torch.cat((keys[row, :, :start], key[0, :, index : index + 1]), 1)
-        own_values = torch.cat((values[row, :, :start], value[0, :, index : index + 1]), 1)
-        expected, in_own_type = (
-            torch.nn.functional.scaled_dot_product_attention(
-                *(
-                    one.to(computed)
-                    for one in (query[:, :, index : index + 1], own_keys[None], own_values[None])
-                ),
-                enable_gqa=True,
-            )[0, :, 0]
-            for computed in (torch.float32, dtype)
-        )
-        # Sums are floats in both types, so that an output differs by its own rounding only.
-        tolerance = {} if dtype is torch.float32 else {"rtol": 2**-8, "atol": 1e-5}
-        torch.testing.assert_close(out[0, index].float(), expected, **tolerance)
-        assert (out[0, index] - in_own_type).abs().max() <= 2**-6 * expected.abs().max()
-        assert torch.equal(store._keys[0][row, :, start], key[0, :, index])
-        assert torch.equal(store._values[0][row, :, start], value[0, :, index])
-
-
-def test_the_kernel_declines_what_it_does_not_serve():
-    span = PackedSpan(np.array([0]), np.array([0]), np.array([1]))
-    assert DecodeAttention.create(PagedStore(), span) is None
-    assert (
-        DecodeAttention.create(DenseStore(), PackedSpan(np.array([0]), np.array([0]), np.array([2]))) is None
-    )
-    store = DenseStore()
-    store.extend(1)
-    attention = DecodeAttention.create(store, span)
-    assert attention is not None
-    half = torch.zeros(1, 2, 1, 16, dtype=torch.bfloat16)
-    assert attention.attend(half.half(), half.half(), half.half(), 0, None) is None
-    assert attention.attend(half, half, half, 0, -1.0) is None
-    assert attention.attend(half, half, half, 0, None) is not None
-    # The blocks are of the type that was written first.
-    assert attention.attend(half.float(), half.float(), half.float(), 0, None) is None

@@ -27,7 +27,7 @@ from descant.models.fast.compiled_step import (
 from descant.models.forward.traits import traits_of
 from descant.testing import ReferenceCache
 from descant.testing.outcome import compare, outcomes
-from tests.contracts.subjects import METHODS, mixed, of_method, requests
+from tests.contracts.subjects import mixed, of_method, requests
 from tests.support.tiny_models import prompts
 
 TRACED = CompileConfig(backend="eager")
@@ -140,13 +140,6 @@ def test_a_model_that_changes_is_compiled_again(tiny, fresh):
 
 
 # ---------------------------------------------------------------------- the same
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_gives_what_lists_give(tiny, method):
-    one = tiny("llama")
-    same(one.model, of_method(one, method), static())
-    assert steps(one.model).num_graphs
-
-
 @pytest.mark.parametrize("name", ["mistral", "gpt2", "gemma"])
 def test_models_of_other_kinds(tiny, name):
     """A window, a table of positions, one head of keys for all."""
@@ -161,13 +154,6 @@ def test_all_methods_in_one_session(tiny):
     same(one.model, mixed(one), static(128))
 
 
-def test_a_model_whose_attention_is_spelt_out(tiny):
-    one = tiny("llama", attn_implementation="eager")
-    same(one.model, plain(one, [9, 3, 4]), static())
-    assert steps(one.model).num_graphs == 1
-    assert not steps(one.model).traits.grouped_kv
-
-
 def test_a_model_whose_attention_is_exchanged(tiny, fresh):
     model = fresh()
     same(model, plain(tiny("llama"), [9, 3]), static())
@@ -176,6 +162,7 @@ def test_a_model_whose_attention_is_exchanged(tiny, fresh):
     same(model, plain(tiny("llama"), [9, 3]), static())
     assert steps(model) is not first
     assert steps(model).num_graphs == 1
+    assert not steps(model).traits.grouped_kv
 
 
 @pytest.mark.parametrize("more", [{}, {"do_sample": True, "seed": 5}], ids=["greedy", "sampled"])

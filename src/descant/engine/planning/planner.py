@@ -31,7 +31,8 @@ from descant.engine.planning.strategy_choice import (
     resolve_max_length,
 )
 from descant.errors import ConfigError
-from descant.models.model_adapter import as_model, new_cache
+from descant.models.model_adapter import as_model
+from descant.models.transformers_model import new_cache
 from descant.recipes.recipe import Recipe
 
 __all__ = [

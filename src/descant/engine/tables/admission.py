@@ -12,6 +12,7 @@ from torch import Tensor
 from descant.config.generation_config import GenerationConfig
 from descant.config.grammar_spec import GrammarSpec
 from descant.core.interfaces import Model, ModelTraits
+from descant.core.sampling_noise import MAX_SEED
 from descant.decoding.guidance import NEGATIVE_PROMPT_KEY
 from descant.decoding.processors.grammar import GRAMMAR_PARAM
 from descant.engine.planning.drafter_factory import DraftInputs, drafter_spec
@@ -30,8 +31,6 @@ from descant.errors import ConfigError, InputError
 from descant.models.wrapping.peft_adapters import ADAPTER_NAME_KEY
 from descant.models.wrapping.wrapped_model import unwrap_model
 from descant.recipes.recipe import Recipe
-
-_MAX_SEED = 2**62
 
 
 class ResolvedRequest(NamedTuple):
@@ -203,7 +202,7 @@ def with_drawn_seed(one: ResolvedRequest) -> ResolvedRequest:
 
 def draw_seed() -> int:
     """A seed by torch's generator."""
-    return int(torch.randint(_MAX_SEED, ()))
+    return int(torch.randint(MAX_SEED, ()))
 
 
 def _checked_ids(request: Request, vocab_size: int) -> Tensor:

@@ -220,11 +220,6 @@ class Workload(NamedTuple):
         """The number of rows of a forward."""
         return self.num_rows * self.num_candidates
 
-    @property
-    def total_positions(self) -> int:
-        """The number of positions of all rows at the end."""
-        return self.num_rows * self.final_length
-
     def strides(self) -> Iterator[tuple[int, int]]:
         """The start and stop of each stride in which rows grow after the prompt."""
         growth = self.final_length - self.prompt_length
@@ -395,6 +390,9 @@ class BlockStore(Store):
     def _all_blocks(self) -> list[Tensor]:
         return [block for blocks in self._blocks.values() for block in blocks.values()]
 
+    def _check_room(self, rows: int, lengths: Tensor) -> None:
+        """Raise for more rows, or longer ones, than the store can have."""
+
     def _restore_slots(self) -> None:
         """Undo what a forward has overwritten for its own time only."""
 
@@ -402,6 +400,7 @@ class BlockStore(Store):
     def extend(self, rows: int) -> None:
         """Append empty rows."""
         lengths = torch.cat((self._lengths, torch.zeros(rows, dtype=torch.long)))
+        self._check_room(len(lengths), lengths)
         columns = {
             name: torch.cat((column, torch.full((rows,), self.new_row[name])))
             for name, column in self._columns.items()
@@ -450,6 +449,7 @@ class BlockStore(Store):
 
     def select(self, rows: Tensor) -> Self:
         """A copy of the committed content of these rows [N] (host)."""
+        self._check_room(len(rows), self._lengths)
         self._restore_slots()
         other = self._make_empty()
         other._num_rows, other._lengths = len(rows), self._lengths[rows]
@@ -470,6 +470,7 @@ class BlockStore(Store):
         other._restore_slots()
         first, count, stop = len(self), len(other), largest(other.slot_counts)
         lengths = torch.cat((self._lengths, other._lengths))
+        self._check_room(len(lengths), lengths)
         columns = {name: torch.cat((old, other._columns[name])) for name, old in self._columns.items()}
         for layer in other._keys:
             like = tuple(blocks[layer] for blocks in other._blocks.values())
@@ -504,6 +505,7 @@ class BlockStore(Store):
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load a copy of the result of `state` into an empty store like it."""
+        self._check_room(len(state["lengths"]), state["lengths"])
         self.extend(len(state["lengths"]))
         self._lengths = state["lengths"].cpu().long().clone()
         self._columns = {
@@ -589,6 +591,12 @@ def take_rows(block: Tensor, rows: Tensor, stop: int) -> Tensor:
     taken = block.new_zeros(len(rows), block.shape[1], stop, *block.shape[3:])
     taken[present.to(block.device), :, : found.shape[2]] = found
     return taken
+
+
+def write_slots(blocks: Sequence[Tensor], contents: Sequence[Tensor], rows: Tensor, slots: Tensor) -> None:
+    """Write [N, H, T, D] to slots [N, T] of rows [N] of blocks."""
+    for block, new in zip(blocks, contents, strict=True):
+        block[rows[:, None], :, slots] = new.transpose(1, 2)
 
 
 def largest(counts: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Self
@@ -15,7 +15,7 @@ from descant.config.compile_config import CompileConfig
 from descant.core.interfaces import KVSpan, VisibleSlots
 from descant.errors import InputError, NotEnoughMemory, format_bytes
 from descant.kv_cache.attention.packed_span import PackedGroup, PackedSpan
-from descant.kv_cache.stores.block_store import BlockStore, Workload, largest
+from descant.kv_cache.stores.block_store import BlockStore, Workload, largest, write_slots
 
 # Blocks grow by an eighth, and at least by so many slots: attention reads the whole block in every step, so
 # an occasional copy is cheap.
@@ -66,9 +66,7 @@ class DenseStore(BlockStore):
             keys.narrow(2, span.start, span.width).copy_(key)
             values.narrow(2, span.start, span.width).copy_(value)
         else:
-            rows, at = self._write_index(span, key.device)
-            keys[rows[:, None], :, at] = key.transpose(1, 2)
-            values[rows[:, None], :, at] = value.transpose(1, 2)
+            write_slots((keys, values), (key, value), *self._write_index(span, key.device))
         return keys, values
 
     def write_packed(self, layer: int, key: Tensor, value: Tensor, span: PackedSpan) -> None:
@@ -148,6 +146,7 @@ class DenseStore(BlockStore):
 
     def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
         """A commit for which all memory is allocated; nothing changes until it is called."""
+        self._check_room(len(lengths), lengths)
         if parents is None:
             return partial(self._set_rows, None, lengths)
         parent_rows = parents.numpy()
@@ -219,18 +218,6 @@ class StaticStore(DenseStore):
         self._max_rows = rows
         self._layer_views: dict[int, tuple[Blocks, Blocks]] = {}
 
-    def extend(self, rows: int) -> None:
-        """Append empty rows."""
-        self._check_rows(self._num_rows + rows)
-        super().extend(rows)
-
-    def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
-        """A commit that moves rows in place."""
-        self._check_lengths(lengths)
-        if parents is not None:
-            self._check_rows(len(parents))
-        return super().prepare_commit(parents, lengths)
-
     def visible_slots(self, layer: int, span: KVSpan) -> VisibleSlots | None:  # noqa: ARG002 - layers are alike
         """None while the span fits; all slots where only padding exceeds the capacity."""
         if span.read_length <= self.capacity:
@@ -257,26 +244,10 @@ class StaticStore(DenseStore):
             visible.append(block[rows.to(device)])
         return visible[0], visible[1]
 
-    def select(self, rows: Tensor) -> Self:
-        """A copy of the committed content of these rows [N] (host)."""
-        self._check_rows(len(rows))
-        return super().select(rows)
-
-    def join(self, other: Self) -> None:
-        """Append the rows of another store."""
-        self._check_rows(len(self) + len(other))
-        self._check_lengths(other.lengths)
-        super().join(other)
-
     def to(self, device: torch.device | str) -> None:
         """Move all blocks."""
         super().to(device)
         self._layer_views = {}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load the result of `state` into an empty store."""
-        self._check_lengths(state["lengths"])
-        super().load(state)
 
     def count_slots(self, workload: Workload) -> int | None:
         """The slots of the blocks, allocated at once."""
@@ -364,13 +335,11 @@ class StaticStore(DenseStore):
         return round_up_rows(max(rows, self._max_rows or 1))
 
     # -------------------------------------------------------------------- limits
-    def _check_rows(self, rows: int) -> None:
-        if self._max_rows is not None and rows > self._max_rows:
-            raise InputError("rows", f"must be >= the {rows} rows in use", self._max_rows)
-
-    def _check_lengths(self, lengths: Tensor) -> None:
+    def _check_room(self, rows: int, lengths: Tensor) -> None:
         if largest(lengths) > self.capacity:
             raise self._capacity_error(largest(lengths))
+        if self._max_rows is not None and rows > self._max_rows:
+            raise InputError("rows", f"must be >= the {rows} rows in use", self._max_rows)
 
     def _capacity_error(self, positions: int) -> InputError:
         return InputError("capacity", f"must be >= the {positions} positions of a row", self.capacity)
@@ -437,12 +406,12 @@ class OffloadedStore(DenseStore):
         fetched = self._take_layer(layer, span, device)
         self.prefetch(layer + 1, span)
         self._write(layer, *offloaded, self._to_offload_span(span))
-        for block, new in ((fetched.keys, key), (fetched.values, value)):
-            if isinstance(span.start, int):
+        if isinstance(span.start, int):
+            for block, new in ((fetched.keys, key), (fetched.values, value)):
                 block[: len(new), :, span.start : span.start + span.width] = new
-            else:
-                rows, (_, at) = torch.arange(len(new), device=device), self._write_index(span, device)
-                block[rows[:, None], :, at] = new.transpose(1, 2)
+        else:
+            rows, slots = torch.arange(len(key), device=device), self._write_index(span, device)[1]
+            write_slots((fetched.keys, fetched.values), (key, value), rows, slots)
         return fetched.keys[:, :, : span.read_length], fetched.values[:, :, : span.read_length]
 
     def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:

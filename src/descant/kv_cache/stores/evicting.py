@@ -33,6 +33,7 @@ from descant.kv_cache.stores.block_store import (
     SlotCopy,
     Workload,
     largest,
+    write_slots,
 )
 
 
@@ -265,19 +266,16 @@ class EvictingStore(BlockStore):
         if not region.is_marked:
             self._written.mark(region.rows.numpy(), region.past_lengths.numpy() + region.span.width)
             region.is_marked = True
-        rows, at = region.index_on(key.device)
+        rows, slots = region.index_on(key.device)
         all_rows = region.span.rows is None
         first = region.num_slots - region.span.width
-        uniform = all_rows and bool((region.past_lengths == first).all())
-        visible = []
-        for tensor, new in zip(pair, (key, value), strict=True):
-            if uniform:
+        if all_rows and bool((region.past_lengths == first).all()):
+            for tensor, new in zip(pair, (key, value), strict=True):
                 tensor[: len(rows), :, first : region.num_slots] = new
-            else:
-                tensor[rows[:, None], :, at] = new.transpose(1, 2)
-            fed = slice(len(rows)) if all_rows else rows
-            visible.append(tensor[fed, :, : region.num_slots])
-        return visible[0], visible[1]
+        else:
+            write_slots(pair, (key, value), rows, slots)
+        fed = slice(len(rows)) if all_rows else rows
+        return pair[0][fed, :, : region.num_slots], pair[1][fed, :, : region.num_slots]
 
     def _flush_prompts(self, layer: int, rows: Tensor) -> None:
         """Write pending prompts to the block if one of their rows is written again before the commit."""

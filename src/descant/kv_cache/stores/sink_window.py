@@ -27,6 +27,7 @@ from descant.kv_cache.stores.block_store import (
     SlotCopy,
     StoreGroup,
     Workload,
+    write_slots,
 )
 from descant.kv_cache.stores.dense import DenseStore
 
@@ -153,9 +154,7 @@ class SinkWindowBlocks(BlockStore):
             for block, new in zip(pair, (key, value), strict=True):
                 block[: len(self), :, plan.common_write_start : plan.common_write_start + span.width] = new
         else:
-            rows, slots, _ = self._device_index(plan, key.device)
-            for block, new in zip(pair, (key, value), strict=True):
-                block[rows[:, None], :, slots] = new.transpose(1, 2)
+            write_slots(pair, (key, value), *self._device_index(plan, key.device)[:2])
         return (key, value) if span.is_first_write else self._visible_kv(layer, pair, plan)
 
     def _buffer_prefill(self, buffer: PrefillBuffer, layer: int, pair: KVPair) -> None:

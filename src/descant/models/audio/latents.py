@@ -14,7 +14,7 @@ from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.core.interfaces import KVCache, RowCache
 from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows
-from descant.core.sampling_noise import keyed_normal
+from descant.core.sampling_noise import MAX_SEED, keyed_normal
 from descant.errors import InputError, NotInThisVersion, UnsupportedModel
 from descant.kv_cache.row_views import CachedRow
 from descant.models.compat.hf_caches.convert import to_descant_cache
@@ -28,7 +28,7 @@ from descant.models.wrapping.wrapped_model import decoding_base
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from descant.models.compat.custom_generate import LoopInputs
+    from descant.models.compat.custom_generate import PreparedLoop
 
 
 LATENT_INPUT = "latents"  # the name of a request's `LatentSequence` among its inputs
@@ -274,7 +274,6 @@ _PASSED_FIELDS: Final = frozenset(
     }
 )  # fmt: skip
 _SUPPORTED_FIELDS: Final = _PASSED_FIELDS | {"seed"}
-_MAX_SEED: Final = 2**62
 
 
 def check_latent_config(config: GenerationConfig, model: Any) -> None:
@@ -311,7 +310,7 @@ def latent_arguments(config: GenerationConfig, inputs: Mapping[str, Any]) -> dic
 
 
 def latent_sequences(
-    model: Any, prepared: LoopInputs, seeds: Sequence[int | None], shares_noise: bool
+    model: Any, prepared: PreparedLoop, seeds: Sequence[int | None], shares_noise: bool
 ) -> list[LatentSequence]:
     """A sequence for each row; `seeds` are one for each prompt, or one for all.
 
@@ -334,7 +333,7 @@ def latent_sequences(
             positions = prompt.new_full((cached.length,), model.config.audio_prompt_token_id)
             prompt = torch.cat((positions, prompt))
         if seed is None and noise is None and config.do_sample:
-            seed = int(torch.randint(_MAX_SEED, ()))
+            seed = int(torch.randint(MAX_SEED, ()))
         sequences.append(
             LatentSequence(
                 prompt,
@@ -362,7 +361,7 @@ def _check_settings(config: Any) -> None:
         raise InputError("eos_threshold", "must be a number", config.eos_threshold)
 
 
-def _past_rows(prepared: LoopInputs, per_prompt: int) -> list[CachedRow | None]:
+def _past_rows(prepared: PreparedLoop, per_prompt: int) -> list[CachedRow | None]:
     """The cached voice of each row, which is before its prompt."""
     given, num_rows = prepared.model_kwargs.get("past_key_values"), len(prepared.input_ids)
     if given is None or not given.get_seq_length():
@@ -405,7 +404,7 @@ def _end_rules(config: Any, num_rows: int) -> list[EndOfSpeech]:
     return [EndOfSpeech(threshold, int(count), config.min_frames_before_eos) for count in counts]
 
 
-def _split_voices(model: Any, prepared: LoopInputs, prompts: Sequence[Tensor]) -> list[Tensor | None]:
+def _split_voices(model: Any, prepared: PreparedLoop, prompts: Sequence[Tensor]) -> list[Tensor | None]:
     """The voice latents [F, D'] of each prompt, which are given in the order of its voice positions."""
     voices, mask = (
         prepared.model_kwargs.get(name) for name in ("audio_prompt_latents", "audio_prompt_latents_mask")
@@ -427,7 +426,7 @@ def audio_latents(model: Any, sequence: LatentSequence) -> Tensor:
     return model.denormalize_latents(torch.stack(sequence.latents))  # type: ignore[no-any-return]
 
 
-def latent_output(model: Any, prepared: LoopInputs, sequences: Sequence[LatentSequence]) -> Any:
+def latent_output(model: Any, prepared: PreparedLoop, sequences: Sequence[LatentSequence]) -> Any:
     """A list of the latents of each row [T, D], or the output object if the config asks for it."""
     # Imported here: it loads transformers' models, which takes seconds.
     from transformers.models.pocket_tts.generation_pocket_tts import PocketTTSGenerateOutput

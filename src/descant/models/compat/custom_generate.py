@@ -267,9 +267,10 @@ def _clone_ids(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class LoopInputs:
-    """Inputs that a model's generate() has prepared for its decoding loop."""
+class PreparedLoop:
+    """The decoding loop of a model's own generate(), as that has prepared it."""
 
+    model: Any  # the copy of the model that generate() runs on
     input_ids: Tensor
     generation_config: Any  # of transformers, with `max_length` and the special tokens resolved
     logits_processor: Any = ()  # of transformers, those of the config included
@@ -279,12 +280,12 @@ class LoopInputs:
 
 @torch.no_grad()
 def run_with_loop(
-    model: PreTrainedModel, loop: Callable[[Any, LoopInputs], Any], kwargs: Mapping[str, Any]
+    model: PreTrainedModel, loop: Callable[[PreparedLoop], Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """The result of the model's own generate(), in which `loop` decodes in place of transformers' loop.
 
-    The loop gets a copy of the model with shared weights, on which generate() was called, and returns what
-    transformers' `_sample` would return.
+    The loop gets a copy of the model with shared weights, on which generate() was called, and its inputs. It
+    returns what transformers' `_sample` would return.
     """
     model_class: Any = type(model)
     config = copy.deepcopy(model.generation_config)
@@ -326,7 +327,9 @@ class _LoopMixin(GenerationMixin):
         **model_kwargs: Any,
     ) -> Any:
         """The result of the given loop."""
-        loop: Callable[[Any, LoopInputs], Any] = vars(self)["_decoding_loop"]
+        loop: Callable[[PreparedLoop], Any] = vars(self)["_decoding_loop"]
         return loop(
-            self, LoopInputs(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
+            PreparedLoop(
+                self, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs
+            )
         )

@@ -19,6 +19,7 @@ from descant.kv_cache.attention.attention_proxy import AttentionCall, KVProxy, T
 from descant.kv_cache.stores.dense import StaticStore
 from descant.models.distributed import is_multi_device, rank_group_of
 from descant.models.forward.encoder import SelfAttentionView
+from descant.models.forward.inputs import attention_mask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,20 +104,13 @@ def _decode_step(
     model: Any, ids: Tensor, positions: Tensor, keys: LayerBlocks, values: LayerBlocks, traits: _StepTraits
 ) -> Tensor:
     """Feed one token per row [R, 1] at its position [R] and write the blocks; returns logits [R, 1, V]."""
-    slots = torch.arange(next(iter(keys.values())).shape[2], device=positions.device)
-    masks = {}
-    for layer_type, window in traits.windows:
-        mask = slots <= positions[:, None]  # [R, S]
-        if window is not None:
-            mask = mask & (slots > positions[:, None] - window)
-        if traits.mask_dtype is not None:
-            min_value = torch.finfo(traits.mask_dtype).min
-            mask = torch.zeros_like(mask, dtype=traits.mask_dtype).masked_fill(~mask, min_value)
-        masks[layer_type] = mask[:, None, None]
+    capacity = next(iter(keys.values())).shape[2]
     output = model(
         input_ids=ids,
         position_ids=positions[:, None],
-        attention_mask=next(iter(masks.values())) if len(masks) == 1 else masks,
+        attention_mask=attention_mask(
+            positions[:, None], capacity, {}, dict(traits.windows), traits.mask_dtype
+        ),
         past_key_values=_CompiledStepView(keys, values, positions, traits.grouped_kv),
         use_cache=True,
         return_dict=True,

@@ -147,10 +147,19 @@ def serves_any_number() -> bool:
     return bool(is_x86 and not cpu._is_avx512_bf16_supported() and not cpu._is_amx_tile_supported())
 
 
+def _is_plain_weight(weight: Tensor) -> bool:
+    return type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu"
+
+
+def _is_plain_layer(layer: Any) -> bool:
+    """Whether a layer is a plain product on a CPU; a subclass or another library may have replaced it."""
+    is_own = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward
+    return is_own and "forward" not in layer.__dict__ and _is_plain_weight(layer.weight)
+
+
 def has_bfloat16_product(weight: Tensor) -> bool:
     """Whether there is a kernel for such a weight; it is compiled the first time."""
-    is_plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu"
-    return is_plain and _product_kernel(weight.dtype) is not None
+    return _is_plain_weight(weight) and _product_kernel(weight.dtype) is not None
 
 
 def bfloat16_product(vectors: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
@@ -187,13 +196,8 @@ class BFloat16Forward(ReplacedForward):
 
     @staticmethod
     def serves(layer: Any) -> bool:
-        """Whether a layer is a plain product that has a kernel; another library may have replaced it."""
-        return (
-            isinstance(layer, nn.Linear)
-            and type(layer).forward is nn.Linear.forward
-            and "forward" not in layer.__dict__
-            and has_bfloat16_product(layer.weight)
-        )
+        """Whether a layer is a plain product that has a kernel."""
+        return _is_plain_layer(layer) and has_bfloat16_product(layer.weight)
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002 - the name of torch
         """The product of vectors [..., I] with the weight [O, I]: [..., O]."""
@@ -373,17 +377,10 @@ def _linear_layers(model: nn.Module) -> list[nn.Linear]:
 
 
 def _can_prepack(layer: nn.Linear) -> bool:
-    """Whether a layer is a plain product; a subclass or another library may have replaced it."""
+    """Whether a layer is a plain product with a weight that can be packed."""
     weight = layer.weight
-    return (
-        type(layer).forward is nn.Linear.forward
-        and "forward" not in layer.__dict__
-        and type(weight) in (Tensor, nn.Parameter)
-        and weight.device.type == "cpu"
-        and weight.dtype is torch.float32
-        and weight.is_contiguous()
-        and weight.numel() >= _MIN_NUMEL
-    )
+    is_packable = weight.dtype is torch.float32 and weight.is_contiguous() and weight.numel() >= _MIN_NUMEL
+    return is_packable and _is_plain_layer(layer)
 
 
 class PrepackedProduct(ReplacedForward):

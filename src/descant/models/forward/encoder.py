@@ -238,9 +238,7 @@ class SelfAttentionView(TransformersCache):
         """No limit."""
         return -1
 
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """No limit."""
-        return -1
+    get_max_cache_shape = get_max_length
 
     def __len__(self) -> int:
         return 0

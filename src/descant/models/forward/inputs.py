@@ -69,16 +69,17 @@ def attention_mask(
     positions: Tensor,
     read_length: int,
     visible: Mapping[str, VisibleSlots],
-    traits: ModelTraits,
+    windows: Mapping[str, int | None],
     dtype: torch.dtype | None,
 ) -> Tensor | dict[str, Tensor]:
     """The slots that each fed position [N, T] attends to [N, 1, T, S], by layer type if there are several.
 
-    The mask is additive in `dtype`, which eager attention needs; None: it is bool.
+    `windows` are those of the types. The mask is additive in `dtype`, which eager attention needs; None: it
+    is bool.
     """
     device, width = positions.device, positions.shape[1]
     masks = {}
-    for layer_type, window in traits.sliding_windows.items():
+    for layer_type, window in windows.items():
         own_slots, num_slots = positions, read_length  # by default slot `p` holds position `p`
         if (slots := visible.get(layer_type)) is not None:
             past = slots.past_lengths.to(device, non_blocking=True)

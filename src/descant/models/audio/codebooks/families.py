@@ -19,10 +19,10 @@ from descant.models.audio.codebooks.frames import (
     CrossAttentionMask,
     FrameInputs,
     LoopChanges,
-    PreparedLoop,
     StepInputs,
     row_seed,
 )
+from descant.models.compat.custom_generate import PreparedLoop
 from descant.models.forward.batches import ForwardBatch
 from descant.models.forward.traits import traits_of
 from descant.models.transformers_model import TransformersModel
@@ -55,7 +55,7 @@ class CsmFamily(CodebookFamily):
 
     def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
         """A first code [B, 1, 1], and the prompts."""
-        ids, kwargs = loop.inputs.input_ids, loop.inputs.model_kwargs
+        ids, kwargs = loop.input_ids, loop.model_kwargs
         if ids.ndim != 2 or kwargs.get("inputs_embeds") is not None:
             must = "must be None for this model, whose prompts are text and sound"
             raise NotInThisVersion("inputs_embeds", must, "embeddings", "pass input_ids and input_values")
@@ -207,7 +207,7 @@ class DiaFamily(CodebookFamily):
 
     def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
         """The first codes of each sequence [B, C, L] and its encoded text."""
-        kwargs, config = loop.inputs.model_kwargs, loop.inputs.generation_config
+        kwargs, config = loop.model_kwargs, loop.generation_config
         codes = self.first_codes(loop)
         delayed = kwargs["decoder_delay_mask"].transpose(1, 2)
         forced = torch.where(delayed == self._pad, -1, delayed).cpu()
@@ -228,11 +228,9 @@ class DiaFamily(CodebookFamily):
     def loop_changes(self, loop: PreparedLoop, frames: Sequence[FrameInputs]) -> LoopChanges:  # noqa: ARG002
         """The processors of the end token, and the temperature, which is at least 1."""
         own = [
-            processor
-            for processor in loop.inputs.logits_processor
-            if type(processor).__name__ in _END_PROCESSORS
+            processor for processor in loop.logits_processor if type(processor).__name__ in _END_PROCESSORS
         ]
-        config = loop.inputs.generation_config
+        config = loop.generation_config
         temperature = config.temperature
         fields = {} if temperature is None else {"temperature": float(temperature)}
         return LoopChanges(tuple(own), fields=fields if config.do_sample else {})
@@ -300,7 +298,7 @@ class HiggsAudioFamily(CodebookFamily):
 
     def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
         """A first code of each codebook [B, C, 1], and the prompts."""
-        ids, kwargs = loop.inputs.input_ids, loop.inputs.model_kwargs
+        ids, kwargs = loop.input_ids, loop.model_kwargs
         mask, sound = kwargs.get("attention_mask"), kwargs.get("audio_input_ids")
         sound_mask = kwargs.get("audio_input_ids_mask")
         frames = []
@@ -318,9 +316,9 @@ class HiggsAudioFamily(CodebookFamily):
 
     def loop_changes(self, loop: PreparedLoop, frames: Sequence[FrameInputs]) -> LoopChanges:
         """The delay pattern, the end of all codebooks at once, and sampling that avoids repetition."""
-        config, own = loop.inputs.generation_config, loop.inputs.logits_processor
+        config, own = loop.generation_config, loop.logits_processor
         [delay] = [processor for processor in own if type(processor).__name__ == _DELAY_PROCESSOR]
-        processor = _FrameProcessor(delay, self.network.config, loop.inputs.input_ids, frames)
+        processor = _FrameProcessor(delay, self.network.config, loop.input_ids, frames)
         fields: dict[str, Any] = {"eos_token_id": None, "pad_token_id": self._end}
         window = getattr(config, "ras_win_len", None)
         repeats = getattr(config, "ras_win_max_num_repeat", None)
@@ -339,7 +337,7 @@ class HiggsAudioFamily(CodebookFamily):
         """The codes [B, T, C] behind those of the prompt, or an output that has them."""
         sequences = output if isinstance(output, Tensor) else output.sequences
         codes = sequences.view(-1, self.num_codebooks, sequences.shape[1])[:, :, 1:].transpose(1, 2)
-        given = loop.inputs.model_kwargs.get("audio_input_ids")
+        given = loop.model_kwargs.get("audio_input_ids")
         sound = codes if given is None else torch.cat((given, codes), 1)
         if isinstance(output, Tensor):
             return sound
@@ -348,7 +346,7 @@ class HiggsAudioFamily(CodebookFamily):
                 shape = (len(codes), self.num_codebooks, -1)
                 steps = [step.view(shape) for step in output[name]]
                 output[name] = tuple(steps if name == "scores" else [step.flatten(1) for step in steps])
-        ids = loop.inputs.input_ids
+        ids = loop.input_ids
         tokens = _placeholder_tokens(ids, codes, self.network.config)
         return _with_sound(output, torch.cat((ids, tokens), 1), sound)
 
@@ -475,8 +473,7 @@ class _DecoderFamily(CodebookFamily):
 
     def split(self, loop: PreparedLoop) -> tuple[Tensor, list[dict[str, Any]]]:
         """The first codes [B, C, L], and the fields that a sequence of either model has."""
-        prepared = loop.inputs
-        kwargs = prepared.model_kwargs
+        kwargs = loop.model_kwargs
         for name in ("decoder_attention_mask", "encoder_attention_mask"):
             if kwargs.get(name) is not None and not bool(kwargs[name].all()):
                 must = "must be None or all ones for codebooks, whose prompts are not padded"
@@ -485,7 +482,7 @@ class _DecoderFamily(CodebookFamily):
         pattern = kwargs.get("decoder_delay_pattern_mask", kwargs.get("delay_pattern_mask"))
         forced = pattern.view(len(codes), self.num_codebooks, -1).cpu()
         scale = kwargs.get("guidance_scale")
-        pad = prepared.generation_config._pad_token_tensor
+        pad = loop.generation_config._pad_token_tensor
         shared: dict[str, Any] = {
             "pad_token_id": int(forced[0, 0, 0] if pad is None else pad),
             "guidance_scale": float(scale) if scale is not None and scale > 1 else 1.0,
@@ -526,7 +523,7 @@ class MusicgenFamily(_DecoderFamily):
     def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
         """The first codes of each sequence [B, C, L] and its encoded text."""
         codes, parts = self.split(loop)
-        kwargs = loop.inputs.model_kwargs
+        kwargs = loop.model_kwargs
         if kwargs.get("encoder_hidden_states") is not None:
             must = "must be None for the decoder alone"
             do = "use MusicgenForConditionalGeneration"
@@ -566,7 +563,7 @@ class MelodyFamily(_DecoderFamily):
     def frame_inputs(self, loop: PreparedLoop) -> tuple[Tensor, list[FrameInputs]]:
         """The first codes of each sequence [B, C, L] and what it reads before them."""
         codes, parts = self.split(loop)
-        states = loop.inputs.model_kwargs.get("encoder_hidden_states")
+        states = loop.model_kwargs.get("encoder_hidden_states")
         frames = []
         for row, part in enumerate(parts):
             prefixes = () if states is None else states[row :: len(parts)]

@@ -15,9 +15,10 @@ from descant.config.registry import GenerationMode
 from descant.core.interfaces import KVCache, KVSpan, ModelTraits, RowCache
 from descant.core.records import Proposal
 from descant.core.rows import Rows, index_rows
+from descant.core.sampling_noise import MAX_SEED
 from descant.decoding.pipeline import LOGITS_WARPERS, PROCESSOR_SPECS
 from descant.errors import NotInThisVersion
-from descant.models.compat.custom_generate import LoopInputs
+from descant.models.compat.custom_generate import PreparedLoop
 from descant.models.forward.batches import ForwardBatch
 from descant.models.forward.encoder import SelfAttentionView
 from descant.models.forward.traits import traits_of
@@ -86,13 +87,6 @@ class StepInputs(NamedTuple):
     encoder_mask: Tensor | None = None  # [N, S]
 
 
-class PreparedLoop(NamedTuple):
-    """The loop of a model's own generate(), as that has prepared it."""
-
-    model: Any  # the copy of the model that generate() runs on
-    inputs: LoopInputs
-
-
 class LoopChanges(NamedTuple):
     """Additions of a family to a call; processors and criteria get all rows of the call at once."""
 
@@ -129,12 +123,12 @@ class CodebookFamily:
 
     def first_codes(self, loop: PreparedLoop) -> Tensor:
         """The codes before the first step [B, C, L], of ids with a row for each codebook."""
-        ids = loop.inputs.input_ids
+        ids = loop.input_ids
         return ids.view(-1, self.num_codebooks, ids.shape[1])
 
     def encoded_texts(self, loop: PreparedLoop, count: int) -> list[list[dict[str, Any]]]:
         """The encoded text of each of `count` sequences; behind it that of its unconditional row, if any."""
-        kwargs = loop.inputs.model_kwargs
+        kwargs = loop.model_kwargs
         states, mask = kwargs["encoder_outputs"][0], kwargs.get("attention_mask")
         if mask is None:
             mask = states.new_ones(states.shape[:2]).long()
@@ -357,7 +351,6 @@ SAMPLING_PROCESSORS: Final = frozenset(
 ) - {"watermarking_config"}
 
 _SEED_STEP: Final = 0x9E3779B97F4A7C15  # odd and irregular, so that the seeds of rows are far apart
-_MAX_SEED: Final = 2**62
 
 _TEXT: Final = "needs the text of tokens, and codes have none"
 _ONE_SEQUENCE: Final = "needs rows that move alone, and the codebooks of a sequence move together"
@@ -412,7 +405,7 @@ def check_codebook_config(
 
 def row_seed(seed: int, number: int) -> int:
     """The seed of a row of a sequence with this seed: rows must not share their noise."""
-    return (seed + number * _SEED_STEP) % _MAX_SEED
+    return (seed + number * _SEED_STEP) % MAX_SEED
 
 
 def codebook_config(config: GenerationConfig, max_new_tokens: int, **values: Any) -> GenerationConfig:

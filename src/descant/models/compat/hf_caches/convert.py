@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Any, Self, TypeVar
@@ -221,9 +221,7 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
     @classmethod
     def from_legacy_cache(cls, past_key_values: Sequence[Sequence[Tensor]] | None = None) -> Self:
         """A cache from a tuple of four tensors per layer: self-attention, then cross-attention."""
-        pairs = past_key_values or ()
-        own, cross = DynamicCache([pair[:2] for pair in pairs]), DynamicCache([pair[2:4] for pair in pairs])
-        return cls(own, cross)
+        return cls(past_key_values or ())
 
     def to_legacy_cache(self) -> tuple[tuple[Tensor, ...], ...]:
         """Copies of each layer's self-attention tensors, then of its cross-attention tensors, if any."""
@@ -232,9 +230,6 @@ class EncoderDecoderCache(Cache, TransformersEncoderDecoderCache):
 
     def __getitem__(self, layer_idx: int) -> Any:
         return (*self.self_attention_cache[layer_idx], *self.cross_attention_cache[layer_idx])
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[layer] for layer in range(len(self)))
 
     def __len__(self) -> int:
         return len(self.self_attention_cache)
