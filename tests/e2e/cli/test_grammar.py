@@ -7,6 +7,7 @@ import json
 import pytest
 
 import descant as package
+from descant.api.chat_prompt import ChatPrompt, tool_prompt
 from descant.cli.chat import conversation
 
 PROMPT = "Once upon a time"
@@ -65,6 +66,14 @@ def test_a_schema_from_a_file(descant, loaded, stories, schema_file):
     assert result.stdout == text + "\n"
 
 
+def test_a_grammar_from_a_file(descant, stories, tmp_path):
+    file = tmp_path / "grammar.ebnf"
+    file.write_text(EBNF, encoding="utf-8")
+    result = descant("generate", stories, PROMPT, "--grammar-file", file, "--max-new-tokens", 20)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout in ("the cat!\n", "the dog!\n")
+
+
 @pytest.mark.parametrize(
     ("options", "texts"),
     [
@@ -77,6 +86,14 @@ def test_a_grammar_on_the_command_line(descant, stories, options, texts):
     result = descant("generate", stories, PROMPT, *options, "--max-new-tokens", 20)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.removesuffix("\n") in texts
+
+
+def test_beams_under_a_grammar_come_one_after_the_other(descant, stories):
+    result = descant(
+        "generate", stories, PROMPT, "--choice", "red", "--choice", "blue", "--num-beams", 2,
+        "--num-return-sequences", 2, "--max-new-tokens", 8,
+    )  # fmt: skip
+    assert sorted(result.stdout.split()) == ["---", "blue", "red"]
 
 
 @pytest.mark.parametrize(
@@ -246,3 +263,26 @@ def test_tools_that_are_refused(descant, talker, tmp_path, content, options, mes
     result = descant("chat", talker, "--tools", file, *options, input="Well?\n")
     assert (result.exit_code, result.stdout) == (2, "")
     assert message in result.stderr
+
+
+def test_a_tool_choice_needs_tools(descant, talker):
+    result = descant("chat", talker, "--tool-choice", "required", input="Well?\n")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "error: --tool-choice has no use without --tools, got 'required': add --tools" in result.stderr
+
+
+def test_a_template_with_tools_shows_them_itself(loaded, talker):
+    _, tokenizer = loaded(talker)
+    prompt = ChatPrompt(tokenizer, "Be brief.", TOOLS)
+    assert not prompt.template_has_tools
+    assert prompt.system_text == "Be brief.\n\n" + tool_prompt(TOOLS)
+    own = tokenizer.chat_template
+    tokenizer.chat_template = "{{ tools | length if tools else 'none' }}" + own
+    try:
+        prompt = ChatPrompt(tokenizer, "Be brief.", TOOLS)
+        assert prompt.template_has_tools
+        text = tokenizer.decode(prompt.encode([{"role": "user", "content": "Hi"}])["input_ids"][0])
+        assert "2system: Be brief.\nuser: Hi\nassistant:" in text
+        assert "<tools>" not in text
+    finally:
+        tokenizer.chat_template = own

@@ -94,6 +94,21 @@ def test_from_prompts(descant, stories, key, tmp_path):
     assert config.threshold == config.validation_metrics["overall"]["threshold"]
 
 
+def test_a_seed_determines_the_result(descant, stories, key, tmp_path):
+    prompts = lines(tmp_path / "prompts.jsonl", [{"prompt": one} for one in PROMPTS[:5]])
+    common = ("--key", key, "--prompts", prompts, "--tokens", 10, "--epochs", 2)
+    found = []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        result = descant("watermark", "train", stories, "--out", tmp_path / name, *common, "--seed", seed)
+        assert result.exit_code == 0, result.stderr
+        found.append(load_detector(tmp_path / name))
+        torch.rand(7)
+    first, same, other = ([value.tolist() for value in model.state_dict().values()] for model in found)
+    assert first == same
+    assert first != other
+    assert found[0].config.validation_metrics == found[1].config.validation_metrics
+
+
 def test_from_files_it_learns_and_the_key_stays_out(descant, stories, key, files, tmp_path):
     out = tmp_path / "detector"
     result = descant(
@@ -152,6 +167,34 @@ def test_texts_as_generate_writes_them_and_as_lines_of_text(descant, stories, lo
     assert whole["marked"] == whole["unmarked"] == round(0.3 * 12)
     assert min(counts) > 30, "else --tokens is not shown to cut"
     assert [line for line in result.stdout.splitlines() if line.startswith(("50", "100"))] == []
+
+
+def test_the_key_of_the_environment(descant, stories, files, tmp_path, monkeypatch):
+    monkeypatch.setenv("DESCANT_WATERMARK_KEY", SETTINGS.to_json_string())
+    given = ("--out", tmp_path, "--epochs", 1, *options(files))
+    assert descant("watermark", "train", stories, *given).exit_code == 0
+    assert load_detector(tmp_path).config.key_fingerprint == fingerprint(SETTINGS)
+
+
+def test_detect_uses_it(descant, stories, key, files, tmp_path):
+    folder = tmp_path / "detector"
+    made = descant(
+        "watermark", "train", stories, "--key", key, "--out", folder, "--epochs", 10, *options(files)
+    )
+    assert made.exit_code == 0, made.stderr
+    texts = lines(tmp_path / "texts.jsonl", [{"ids": ids(1, kind, 11)[0]} for kind in (True, False)])
+    asked = ("watermark", "detect", "--model", stories, "--bayes", folder, "--json", texts)
+    result = descant(*asked, "--key", key)
+    assert result.exit_code == 0, result.stderr
+    marked, unmarked = (json.loads(line)["bayes"] for line in result.stdout.splitlines())
+    assert marked["posterior"] > 0.9 > 0.2 > unmarked["posterior"]
+    assert (marked["marked"], unmarked["marked"]) == (True, False)
+
+    other = tmp_path / "other.json"
+    write_settings(other, new_settings("synthid"))
+    wrong = descant(*asked, "--key", other)
+    assert wrong.exit_code == 2
+    assert fingerprint(SETTINGS) in wrong.stderr
 
 
 REFUSED = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+import warnings
 
 import pytest
 import torch
@@ -103,6 +104,21 @@ def test_a_marked_text_is_found(descant, stories, tmp_path, key, marked, detecto
         assert told in words
     assert explain_verdict(expected) in words
     assert not any(str(SECRET)[:9] in text for text in (result.stdout, shown.stdout))
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_another_key_finds_nothing(descant, stories, tmp_path, key, marked, name):
+    file = tmp_path / "text.txt"
+    file.write_text(marked[name][1], encoding="utf-8")
+    others = [key(other) for other in KEYS if other != name]
+    result = descant(
+        "watermark", "detect", file, "--json", "--tokenizer", stories, "--key", others[0], "--key", others[1]
+    )
+    [found] = read(result.stdout)
+    assert found["verdict"] != "marked"
+    assert found["tests"] >= 2
+    both = descant("watermark", "detect", file, "--json", "--model", stories, "--key", key(*KEYS))
+    assert read(both.stdout)[0]["key"] == name
 
 
 def test_standard_input_with_a_key_of_the_environment(descant, stories, key, marked, detector):
@@ -283,6 +299,18 @@ def test_a_tokenizer_alone_needs_the_vocabulary_for_green_lists(descant, stories
     assert read(other.stdout)[0]["verdict"] == "marked"
 
 
+def test_no_weights_are_loaded(descant, stories, key, monkeypatch):
+    import transformers
+
+    def refuse(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
+    assert (
+        descant("watermark", "detect", "--model", stories, "--key", key("green"), input=PLAIN).exit_code == 0
+    )
+
+
 def test_a_page_is_written(descant, stories, tmp_path, key, marked):
     ids, text = marked["green"]
     (tmp_path / "a.txt").write_text(text + " <script>", encoding="utf-8")
@@ -315,6 +343,19 @@ def test_a_public_key_is_warned_of(descant, stories, tmp_path):
         assert result.stderr.startswith("warning: the key of this watermark (green list) is public")
         assert result.stderr.count("\n") == 1
         assert "15485863" not in result.stderr
+
+
+def test_other_warnings_are_left_to_python(descant, stories, key, monkeypatch):
+    seen = []
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: seen.append(str(message)))
+    monkeypatch.setattr(
+        "descant.models.loading.loading.load_tokenizer",
+        lambda name: (warnings.warn("odd", stacklevel=1), load_tokenizer(name))[1],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        result = descant("watermark", "detect", "--model", stories, "--key", key("green"), input=PLAIN)
+    assert (result.exit_code, seen) == (0, ["odd"])
 
 
 # ----------------------------------------------------------------------------- bayes
