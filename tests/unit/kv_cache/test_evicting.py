@@ -1,4 +1,4 @@
-"""Eviction by attention, against lists that count votes one by one."""
+"""Eviction by attention, against lists that count votes one by one and a model that is recomputed."""
 
 from __future__ import annotations
 
@@ -344,6 +344,171 @@ def test_any_history_leaves_what_lists_keep(store, lists, data):
     Trial(store(), ListStore(*lists), data).run()
 
 
+# ---------------------------------------------------------------------------- a model, recomputed
+Seen = list[list[list[list[int]]]]  # layer, head, position of a query: the positions that it sees
+
+
+def recomputed(model: Any, tokens: list[int], seen: Seen) -> tuple[Tensor, list[Tensor]]:
+    """A Llama read from its first token on: logits [T, V], and the attention mask [Hq, T, T] of each layer.
+
+    Each query sees the given positions of each head and no others.
+    """
+    body, count = model.model, len(tokens)
+    hidden = body.embed_tokens(torch.tensor([tokens]))
+    cos, sin = body.rotary_emb(hidden, torch.arange(count)[None])
+    looks = []
+    for number, layer in enumerate(body.layers):
+        part, normed = layer.self_attn, layer.input_layernorm(hidden)
+        heads = [p(normed).view(count, -1, part.head_dim) for p in (part.q_proj, part.k_proj, part.v_proj)]
+        query, key = (rotated(one, cos[0][:, None], sin[0][:, None]) for one in heads[:2])
+        group = query.shape[1] // key.shape[1]
+        out, weights = [], []
+        for head in range(query.shape[1]):
+            hidden_from = torch.full((count, count), -torch.inf)
+            for at in range(count):
+                hidden_from[at, seen[number][head // group][at]] = 0.0
+            logits = query[:, head] @ key[:, head // group].T * part.scaling + hidden_from
+            weights.append(logits.softmax(-1))
+            out.append(weights[-1] @ heads[2][:, head // group])
+        hidden = hidden + part.o_proj(torch.stack(out, 1).flatten(1))[None]
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        looks.append(torch.stack(weights))
+    return model.lm_head(body.norm(hidden))[0], looks
+
+
+def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Heads [T, H, D] turned by their positions."""
+    first, second = heads.chunk(2, -1)
+    return heads * cos + torch.cat((-second, first), -1) * sin
+
+
+class Recomputing:
+    """Greedy text of a model with eviction by a rule, recomputed for each token."""
+
+    def __init__(self, model: Any, rule: Any, once: bool, window: int | None = None) -> None:
+        self.model, self.rule, self.once, self.window = model, rule, once, window
+        self.shape = model.config.num_hidden_layers, model.config.num_key_value_heads
+
+    @torch.no_grad()
+    def logits(self, prompt: list[int], new: list[int]) -> list[Tensor]:
+        """The logits after the prompt and after each new token."""
+        layers, heads = self.shape
+        tokens = list(prompt)
+        everything = [list(range(at + 1)) for at in range(len(tokens))]
+        seen = [[[list(some) for some in everything] for _ in range(heads)] for _ in range(layers)]
+        held = [[list(range(len(tokens))) for _ in range(heads)] for _ in range(layers)]
+        votes = [[[0.0] * len(tokens) for _ in range(heads)] for _ in range(layers)]
+        found, fresh = [], list(range(len(tokens)))
+        for token in [*new, None]:
+            logits, looks = recomputed(self.model, tokens, seen)
+            found.append(logits[-1])
+            self._forget(looks, held, votes, fresh)
+            if token is None:
+                break
+            tokens.append(token)
+            fresh = [len(tokens) - 1]
+            for layer in range(layers):
+                for head in range(heads):
+                    held[layer][head].append(fresh[0])
+                    votes[layer][head].append(0.0)
+                    seen[layer][head].append(list(held[layer][head]))
+        return found
+
+    def _forget(self, looks: list[Tensor], held: Any, votes: Any, fresh: list[int]) -> None:
+        if self.once and len(fresh) == 1:
+            return
+        voters = fresh if self.window is None else fresh[-self.window :]
+        for layer, weights in enumerate(looks):
+            group = len(weights) // self.shape[1]
+            for head in range(self.shape[1]):
+                mine = weights[head * group : (head + 1) * group, voters].sum((0, 1))
+                for slot, position in enumerate(held[layer][head]):
+                    votes[layer][head][slot] += float(mine[position])
+                stay = self.rule(votes[layer][head])
+                held[layer][head] = [held[layer][head][slot] for slot in stay]
+                votes[layer][head] = [votes[layer][head][slot] for slot in stay]
+
+
+BUDGET, RECENT, WINDOW, KERNEL = 14, 5, 4, 3
+
+
+def snap_rule(votes: list[float]) -> list[int]:
+    whole = len(votes) <= BUDGET
+    return list(range(len(votes))) if whole else snap_keeps(votes, BUDGET, WINDOW, KERNEL)
+
+
+def heavy_rule(votes: list[float]) -> list[int]:
+    whole = len(votes) <= BUDGET
+    return list(range(len(votes))) if whole else heavy_keeps(votes, BUDGET, RECENT)
+
+
+KINDS = {
+    "snap": (lambda: SnapKVStore(BUDGET, WINDOW, KERNEL), lambda m: Recomputing(m, snap_rule, True, WINDOW)),
+    "heavy": (lambda: H2OStore(BUDGET, RECENT), lambda m: Recomputing(m, heavy_rule, False)),
+}
+LENGTHS = [40, 9, 23]
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request):
+    return KINDS[request.param]
+
+
+def equals_recomputed(reference: Recomputing, prompt: list[int], outcome: Any) -> int:
+    """Logits at every step equal those of the model that is recomputed; how many steps that was."""
+    longest: dict[tuple[int, ...], list[Tensor]] = {}
+    for prefix in sorted(outcome.logits, key=len, reverse=True):
+        new = prefix[len(prompt) :]
+        known = next((found for text, found in longest.items() if text[: len(new)] == new), None)
+        if known is None:
+            known = longest[new] = reference.logits(prompt, list(new))
+        torch.testing.assert_close(outcome.logits[prefix], known[len(new)], rtol=0, atol=1e-4)
+    return len(outcome.logits)
+
+
+def test_ragged_rows_equal_a_model_that_is_recomputed(tiny, kind):
+    """Twenty greedy steps; two query heads share each head of keys."""
+    one = tiny("llama", attn_implementation="sdpa")
+    store, reference = kind[0](), kind[1](one.model)
+    texts = prompts(one.arch, LENGTHS, 7)
+    config = GenerationConfig(max_new_tokens=20, eos_token_id=None)
+    found = outcomes(one.model, [Request(text, config) for text in texts], cache=store)
+    for text, outcome in zip(texts, found, strict=True):
+        assert equals_recomputed(reference, text, outcome) == 20
+        assert (
+            outcome.tokens[0] == [int(row.argmax()) for row in reference.logits(text, outcome.tokens[0])][:-1]
+        )
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "seed": 5, "num_return_sequences": 3, "temperature": 1.5},
+    ],
+    ids=["beams", "samples"],
+)
+def test_forked_rows_equal_a_model_that_is_recomputed(tiny, kind, method):
+    """Every row of a beam search keeps what its own past looked at, wherever it goes."""
+    one = tiny("llama", attn_implementation="sdpa")
+    reference = kind[1](one.model)
+    texts = prompts(one.arch, LENGTHS[:3], 8)
+    config = GenerationConfig(max_new_tokens=8, eos_token_id=None, **method)
+    found = outcomes(one.model, [Request(text, config) for text in texts], cache=kind[0]())
+    for text, outcome in zip(texts, found, strict=True):
+        assert equals_recomputed(reference, text, outcome) > 12
+
+
+def test_the_rule_matters(tiny, kind):
+    """Another budget gives other logits, so that the tests above can fail."""
+    one = tiny("llama", attn_implementation="sdpa")
+    text = prompts(one.arch, LENGTHS[:1], 7)[0]
+    config = GenerationConfig(max_new_tokens=4, eos_token_id=None)
+    found = outcomes(one.model, [Request(text, config)], cache=DenseStore())[0]
+    with pytest.raises(AssertionError, match="not close"):
+        equals_recomputed(kind[1](one.model), text, found)
+
+
 # ---------------------------------------------------------------------------- in a session
 
 
@@ -353,7 +518,7 @@ def test_any_history_leaves_what_lists_keep(store, lists, data):
 def test_a_prompt_in_pieces(tiny, size, held):
     """After each piece a row is cut down to its budget; what is written then stays."""
     one = tiny("llama", attn_implementation="sdpa")
-    store = SnapKVStore(14, 4, 3)
+    store = SnapKVStore(BUDGET, WINDOW, KERNEL)
     config = GenerationConfig(max_new_tokens=4, eos_token_id=None, prefill_chunk_size=size)
     text = prompts(one.arch, [63], 3)[0]
     seen: list[int] = []
