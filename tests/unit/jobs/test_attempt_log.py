@@ -5,68 +5,61 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from descant.jobs.shards import ATTEMPTS_FOLDER
 from descant.jobs.workers.job_worker import AttemptLog
 
 
-def end_worker(log: AttemptLog) -> None:
-    """Leave a log as a killed process does."""
+def attempt(folder: Path, lines: str, run: str = "a") -> None:
+    """Begin and end rows as `+1 !2 -1`, and end as a killed process does."""
+    log = AttemptLog(folder, 3, run)
+    log.open()
+    for line in lines.split():
+        row = int(line[1:])
+        if line[0] == "-":
+            log.end(row)
+        else:
+            log.begin(row, alone=line[0] == "!")
     assert log._file is not None
     os.close(log._file)
     log._file = None
 
 
-def test_rows_that_were_running_are_suspect(tmp_path: Path) -> None:
-    log = AttemptLog(tmp_path, 3, "a")
-    assert not log.open().suspects
-    for row in (30, 31, 32):
-        log.begin(row)
-    log.end(31)
-    end_worker(log)
+@pytest.mark.parametrize(
+    ("attempts", "suspects", "tries", "unexplained"),
+    [
+        ([], set(), {}, 0),
+        (["+30 +31 +32 -31"], {30, 32}, {}, 0),
+        (["!6 -6 !7"], {7}, {7: 1}, 0),
+        (["!6 -6 !7", "!6 -6 !7"], {7}, {7: 2}, 0),
+        (["+1 -1"], set(), {}, 1),
+        (["+1 -1", ""], set(), {}, 2),
+    ],
+)
+def test_rows_that_were_running_are_suspect(
+    tmp_path: Path, attempts: list[str], suspects: set[int], tries: dict[int, int], unexplained: int
+) -> None:
+    for lines in attempts:
+        attempt(tmp_path, lines)
     found = AttemptLog(tmp_path, 3, "a").open()
-    assert (found.suspects, found.tries, found.unexplained) == ({30, 32}, {}, 0)
-    assert [found.is_suspect(row) for row in (30, 31)] == [True, False]
-
-
-def test_a_row_that_ends_two_workers_alone_has_failed(tmp_path: Path) -> None:
-    for tries in range(3):
-        log = AttemptLog(tmp_path, 0, "a")
-        found = log.open()
-        assert found.tries.get(7, 0) == tries
-        assert found.has_failed(7) == (tries == 2)
-        log.begin(6, alone=True)
-        log.end(6)
-        log.begin(7, alone=True)
-        end_worker(log)
+    assert (found.suspects, found.tries, found.unexplained) == (suspects, tries, unexplained)
+    assert found.has_failed(7) == (tries.get(7) == 2)
     assert not found.has_failed(6)
-
-
-def test_after_two_unexplained_ends_every_row_is_suspect(tmp_path: Path) -> None:
-    for count in range(3):
-        log = AttemptLog(tmp_path, 0, "a")
-        found = log.open()
-        assert found.unexplained == count
-        assert found.is_suspect(99) == (count == 2)
-        log.begin(1)
-        log.end(1)
-        end_worker(log)
+    assert [found.is_suspect(row) for row in (*suspects, 99)] == [True] * len(suspects) + [unexplained == 2]
 
 
 def test_another_run_and_a_torn_line_count_for_nothing(tmp_path: Path) -> None:
-    log = AttemptLog(tmp_path, 0, "a")
-    log.open()
-    log.begin(5)
-    log._add("+1")  # killed in the middle of "+12"
-    end_worker(log)
-    again = AttemptLog(tmp_path, 0, "a")
-    assert again.open().suspects <= {5, 1}
-    end_worker(again)
-    other = AttemptLog(tmp_path, 0, "b")
+    attempt(tmp_path, "+5")
+    path = tmp_path / ATTEMPTS_FOLDER / "group-00003.log"
+    path.write_bytes(path.read_bytes() + b"+1")  # killed in the middle of "+12"
+    assert AttemptLog(tmp_path, 3, "a").open().suspects <= {5, 1}
+    other = AttemptLog(tmp_path, 3, "b")
     assert not other.open().suspects
     other.close(is_complete=True)
     assert not list((tmp_path / ATTEMPTS_FOLDER).iterdir())
-    (tmp_path / ATTEMPTS_FOLDER / "group-00000.log").write_bytes(b"\xff\xfe")
-    assert not AttemptLog(tmp_path, 0, "a").open().suspects
+    path.write_bytes(b"\xff\xfe")
+    assert not AttemptLog(tmp_path, 3, "a").open().suspects
 
 
 def test_without_a_run_nothing_is_written(tmp_path: Path) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from descant import EngineClosed, GenerationConfig, InputError
-from descant.core import atomic_file
 from descant.engine.serving.async_engine import AsyncEngine
 from descant.jobs import JobEstimate, JobProgress, JobResult
 from descant.jobs.job import _missing_row
@@ -216,33 +213,6 @@ def test_a_closed_engine_ends_the_run_and_blames_no_row(make_job, loaded, monkey
     assert job.run(*loaded).failed == 0
 
 
-def test_a_full_disk_leaves_no_torn_shard(make_job, loaded, monkeypatch, contents, tmp_path) -> None:
-    expected = make_job(sink=str(tmp_path / "whole"))
-    expected.run(*loaded)
-    job = make_job(max_in_flight=3, window=10)
-    flush, count = atomic_file._flush, 0
-
-    def fill(file: Any) -> None:
-        nonlocal count
-        count += 1
-        if count > 3:  # the manifest, the digests of the source and one shard fit
-            os.ftruncate(file.fileno(), 5)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        flush(file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(atomic_file, "_flush", fill)
-        with pytest.raises(OSError, match="No space left"):
-            job.run(*loaded)
-    left, whole = contents(job.sink), contents(expected.sink)
-    noted = left.pop("manifest.shards")  # also of the shard that did not fit
-    assert len(left) == 3
-    assert left.items() <= whole.items()
-    assert all(noted[at] in (0, byte) for at, byte in enumerate(whole["manifest.shards"][: len(noted)]))
-    job.run(*loaded)
-    assert contents(job.sink) == whole
-
-
 def test_a_torn_temporary_file_is_not_taken_for_a_shard(make_job, loaded, contents) -> None:
     job = make_job()
     job.run(*loaded)
@@ -308,16 +278,6 @@ def test_a_model_without_its_tokenizer_is_refused(make_job, loaded) -> None:
         make_job().run(loaded[0])
 
 
-def test_a_source_that_shrinks_during_a_run_is_noticed(make_job, loaded) -> None:
-    def shrink(_: JobProgress) -> None:
-        Path(job.source_files[0]).write_text("")
-
-    # Large enough that its end is not in the buffer of the file that is being read.
-    job = make_job([{"text": "x", "rest": "y" * 100_000}] * 23, window=1, max_in_flight=1)
-    with pytest.raises(InputError, match="`source` must not change during a run"):
-        job.run(*loaded, on_progress=shrink)
-
-
 HOSTILE = [
     {"self": 1},
     {"": 1},
@@ -339,10 +299,8 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("config", HOSTILE, ids=lambda config: next(iter(config)) or "empty")
-def test_hostile_parameters_fail_their_row_alone(make_job, loaded, config) -> None:
-    rows = [{"text": "a"}, {"text": "b", "generation_config": config}, {"text": "c"}]
-    job = make_job(rows)
-    result = job.run(*loaded)
-    assert set(all_rows(job.sink)) >= {0, 2}
-    assert result.failed == 1
+def test_hostile_parameters_fail_their_row_alone(make_job, loaded) -> None:
+    rows = [{"text": "b", "generation_config": config} for config in HOSTILE]
+    job = make_job([{"text": "a"}, *rows, {"text": "c"}])
+    assert job.run(*loaded).failed == len(HOSTILE)
+    assert all_rows(job.sink) == [0, len(HOSTILE) + 1]

@@ -17,7 +17,7 @@ from descant.errors import (
     RowError,
     UnsupportedModel,
 )
-from descant.serve.http.errors import ApiError, api_error
+from descant.serve.http.errors import ApiError, JsonResponse, api_error, encode_json
 
 
 def caused(error, cause):
@@ -52,12 +52,14 @@ def test_statuses(error, status, param):
     assert status != 429 or int(failure.headers["retry-after"]) >= 1
 
 
+@pytest.mark.parametrize("value", [{"a": "é"}, ["\ud800é"], "😀", [1.5, None, True]])
+def test_every_text_can_be_encoded(value):
+    assert json.loads(encode_json(value)) == value
+    assert JsonResponse("é").body == '"é"'.encode()
+    with pytest.raises(ValueError, match="JSON"):
+        encode_json(float("nan"))
+
+
 def test_a_message_is_bounded_and_may_hold_surrogates():
     error = ApiError(400, "\ud800" * 10_000)
     assert len(json.loads(error.encode())["error"]["message"]) == 2000
-
-
-def test_an_api_error_is_itself():
-    error = ApiError(418, "short")
-    assert api_error(error) is error
-    assert error.body["error"]["type"] == "server_error"

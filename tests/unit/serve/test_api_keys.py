@@ -50,7 +50,8 @@ def test_basic_credentials_carry_the_key_as_password():
     "header",
     [None, "", "Bearer", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", KEY, f"Token {KEY}", "Basic !!",
      "Basic " + base64.b64encode(b"no colon").decode(), "Basic " + base64.b64encode(b"\xff\xfe:x").decode(),
-     "Bearer \udcff", "Basic \xe9"],
+     "Bearer \udcff", "Basic \xe9", f"Bearer {KEY} {OTHER}", f"Digest {KEY}",
+     "Basic " + base64.b64encode(f"{KEY}:".encode()).decode()],
 )  # fmt: skip
 def test_other_headers_are_refused(header):
     ring = KeyRing([ApiKey("alice", hashlib.sha256(KEY.encode()).digest())])

@@ -122,6 +122,7 @@ def test_a_beam_search_in_the_words_of_vllm(fields, beams, choices):
         ({"use_beam_search": True, "num_beams": 4}, "together with `use_beam_search`"),
         ({"use_beam_search": True, "best_of": 65}, "`num_beams` must be at most 64, got 65"),
         ({"truncate_prompt_tokens": 0}, "must be -1 or >= 1"),
+        ({"structured_outputs": {}}, "exactly one of json, regex"),
         ({"truncate_prompt_tokens": -2}, "greater than or equal to -1"),
     ],
 )
@@ -204,6 +205,8 @@ def test_choices():
         ({"prefix_allowed_tokens_fn": 1}, "prefix_allowed_tokens_fn"),
         ({"generation_kwargs": {}}, "generation_kwargs"),
         ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"stop_regex": "(a*)*b"}, "stop_regex"),
+        ({"num_return_sequences": 2, "n": 2}, "num_return_sequences"),
         ({"x" * 500: 1}, "x" * 77 + "..."),
     ],
 )

@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -19,12 +18,11 @@ from tools.sweep import __main__ as command
 from tools.sweep import report, text, trial
 from tools.sweep.catalogue import MEDIA, TASKS, TEXT, entries
 from tools.sweep.process import Limits, each
-from tools.sweep.small import BOS, EOS, FIRST, PAD, TABLE, VOCABULARY, WINDOW, small
+from tools.sweep.small import BOS, EOS, FIRST, PAD, VOCABULARY, small
 from tools.sweep.subject import Entry
 from tools.sweep.trial import Differs, ModelOutput, check_equal
 
 LLAMA = Entry("causal-lm", "llama", "LlamaForCausalLM")
-BART = Entry("seq2seq-lm", "bart", "BartForConditionalGeneration")
 
 
 # What is listed
@@ -50,17 +48,6 @@ def test_a_class_of_two_mappings_has_the_richer_task():
     assert found["AudioFlamingo3ForConditionalGeneration"].task == "multimodal-lm"
 
 
-def test_a_class_of_two_model_types_has_its_own():
-    found = {entry.name: entry.model_type for entry in entries()}
-    assert found["Llama4ForCausalLM"] == "llama4_text"
-    assert found["GPT2LMHeadModel"] == "gpt2"
-
-
-def test_the_table_of_overrides_names_model_types_that_exist():
-    parts = {"musicgen_decoder", "musicgen_melody_decoder"}  # no model of their own, only sub-configs
-    assert {name for name in TABLE if name not in CONFIG_MAPPING} <= parts
-
-
 # What is built
 
 
@@ -71,59 +58,9 @@ def test_small_configs_are_small():
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (PAD, BOS, EOS)
 
 
-def test_each_kind_of_layer_occurs_twice():
-    config = small(CONFIG_MAPPING["gemma3_text"])
-    assert sorted(config.layer_types) == ["full_attention"] * 2 + ["sliding_attention"] * 2
-    assert config.num_hidden_layers == 4
-    assert config.sliding_window == WINDOW
-
-
-def test_what_is_given_stays_and_reaches_sub_configs():
-    config = small(CONFIG_MAPPING["dbrx"], {"d_model": 64})
-    assert config.d_model == 64
-    assert config.ffn_config.moe_top_k == 2
-    assert config.ffn_config.ffn_hidden_size < 100
-
-
-def test_special_tokens_are_within_the_vocabulary():
-    config = small(CONFIG_MAPPING["modernbert-decoder"])
-    special = [config.cls_token_id, config.sep_token_id, config.pad_token_id, config.eos_token_id]
-    assert len(set(special)) == 4
-    assert max(special) < FIRST
-
-
-def test_compressed_keys_are_shared_by_all_heads():
-    config = small(CONFIG_MAPPING["deepseek_v3"])
-    assert config.num_key_value_heads == config.num_attention_heads
-
-
 @pytest.fixture(scope="module")
 def llama():
     return text.subject(LLAMA)
-
-
-def test_prompts_differ_in_length_and_hold_no_special_token(llama):
-    assert [prompt["input_ids"].shape[1] for prompt in llama.prompts] == [5, 9, 14]
-    assert all(int(prompt["input_ids"].min()) >= FIRST for prompt in llama.prompts)
-    assert llama.model.generation_config.eos_token_id is None
-
-
-def test_decoder_only_batches_are_padded_at_the_left(llama):
-    ids, mask = llama.batch["input_ids"], llama.batch["attention_mask"]
-    assert mask.sum(1).tolist() == [5, 9, 14]
-    assert mask[0].tolist() == [0] * 9 + [1] * 5
-    assert ids[0, :9].tolist() == [PAD] * 9
-    assert torch.equal(ids[1:2, 5:], llama.prompts[1]["input_ids"])
-
-
-def test_encoder_batches_are_padded_at_the_right():
-    batch = text.subject(BART).batch
-    assert batch["attention_mask"][0].tolist() == [1] * 5 + [0] * 9
-
-
-def test_a_model_is_the_same_each_time(llama):
-    again = text.subject(LLAMA).model.state_dict()
-    assert all(torch.equal(value, again[name]) for name, value in llama.model.state_dict().items())
 
 
 def test_an_early_token_and_the_order_of_tokens_matter(llama):
@@ -136,11 +73,6 @@ def test_an_early_token_and_the_order_of_tokens_matter(llama):
     assert all(float((logits - last).abs().max()) > 0.05 * float(last.std()) for logits in changed)
 
 
-def test_norms_are_not_neutral(llama):
-    weight = llama.model.model.layers[0].input_layernorm.weight.detach()
-    assert float((weight - 1).abs().mean()) > 0.05
-
-
 # What is noticed
 
 
@@ -148,22 +80,13 @@ def _output(*tokens: int, logits: list[list[float]] | None = None) -> ModelOutpu
     return ModelOutput(torch.tensor([tokens]), torch.tensor(logits)[:, None] if logits else None)
 
 
-def test_equal_answers_pass():
+def test_equal_masks_and_rounding_are_no_difference_and_hide_none():
     check_equal("x", _output(1, 2, logits=[[0.0, 1.0]]), _output(1, 2, logits=[[0.0, 1.00001]]))
-
-
-def test_masked_logits_are_equal_when_both_are():
-    check_equal("x", _output(1, logits=[[float("-inf"), 1.0]]), _output(1, logits=[[float("-inf"), 1.0]]))
-
-
-def test_masked_logits_do_not_hide_others():
-    with pytest.raises(Differs, match=r"logits of step 0 by 1\.00e"):
-        check_equal("x", _output(1, logits=[[float("-inf"), 1.0]]), _output(1, logits=[[float("-inf"), 2.0]]))
-
-
-def test_a_masked_logit_that_is_not_masked_is_noticed():
-    with pytest.raises(Differs, match="logits of step 0 by inf"):
-        check_equal("x", _output(1, logits=[[float("-inf"), 1.0]]), _output(1, logits=[[0.0, 1.0]]))
+    masked = _output(1, logits=[[float("-inf"), 1.0]])
+    check_equal("x", masked, masked)
+    for other in ([float("-inf"), 2.0], [0.0, 1.0]):
+        with pytest.raises(Differs, match="logits of step 0 by "):
+            check_equal("x", masked, _output(1, logits=[other]))
 
 
 @pytest.mark.parametrize(
@@ -194,23 +117,6 @@ def test_other_latents_are_noticed(got, says):
     check_equal("x", expected, expected._replace(latents=torch.ones(1, 2, 2) * 1.00001))
     with pytest.raises(Differs, match=f"x: {says}"):
         check_equal("x", expected, expected._replace(latents=got))
-
-
-def test_a_model_of_latents_works_and_its_rows_end_at_different_frames():
-    entry = Entry("text-to-audio", "pocket_tts", "PocketTTSForConditionalGeneration")
-    assert trial.trial(entry)["status"] == "works"
-    subject = trial.subject_of(entry)
-    frames = [len(one) for one in subject.model.generate(**subject.batch, **subject.options)]
-    assert len(set(frames)) > 1
-
-
-def test_an_architecture_that_works():
-    stages = []
-    record = trial.trial(LLAMA, stages.append)
-    assert (record["status"], record["reason"], record["beam"]) == ("works", "", "compared")
-    assert stages == ["build", "reference", "descant"]
-    assert record["facts"] is not None
-    assert json.loads(json.dumps(record)) == record
 
 
 def test_what_transformers_cannot_build_is_not_tried():
@@ -297,13 +203,6 @@ def _run(doing: Any, **limits: Any) -> dict[str, Any]:
     return record
 
 
-def test_each_process_gives_its_record():
-    listed = [LLAMA, BART, *entries()[:3]]
-    records = list(each(listed, lambda entry, _: {"name": entry.name, "pid": os.getpid()}, jobs=2))
-    assert sorted(record["name"] for record in records) == sorted(entry.name for entry in listed)
-    assert len({record["pid"] for record in records} | {os.getpid()}) == len(listed) + 1
-
-
 @pytest.mark.parametrize(("stage", "status"), [("reference", "not tried"), ("descant", "fails")])
 def test_cpu_time_is_limited(stage, status):
     def spin(_: Entry, told: Any) -> dict[str, Any]:
@@ -316,16 +215,6 @@ def test_cpu_time_is_limited(stage, status):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 3
     assert record["status"] == status
     assert record["reason"] == f"used up 1 seconds of CPU time ({stage})"
-
-
-def test_waiting_is_limited():
-    def wait(*_: Any) -> dict[str, Any]:
-        time.sleep(60)
-        return {}
-
-    begun = time.monotonic()
-    assert _run(wait, seconds=1, patience=0.2)["reason"] == "ended after 0.2 seconds by the clock (start)"
-    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize(("memory", "says"), [(1 << 30, "stopped"), (1 << 40, "not stopped")])
@@ -369,17 +258,6 @@ def test_the_page_counts_and_explains():
     assert "| refused | 1 | 0 | 1 |" in page
     assert "| `B` | `llama` | refused | a \\| b &lt;c> |" in page
     assert page.index("## Causal language models") < page.index("## Encoder-decoders")
-
-
-def test_the_page_says_how_beams_were_compared():
-    plain = _record(beam="compared without a cache")
-    none = _record(beam="not compared", reference_beam="ValueError: no")
-
-    def page(record):
-        return report.page(json.loads(report.document([record])))
-
-    assert "with its cache than without; compared with its search without one" in page(plain)
-    assert "fails with a cache (ValueError: no); greedy only" in page(none)
 
 
 def test_the_command_lists_and_chooses(capsys):
