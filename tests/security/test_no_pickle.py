@@ -6,6 +6,7 @@ import importlib.util
 import io
 import multiprocessing
 import pickle
+import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 
+from descant.api.generate import generate
+from descant.decoding.processors.base import LogitsProcessor
 from tests import conftest
 from tests.security import scan, watch
 
@@ -153,6 +156,15 @@ def test_the_watch_sees_what_descant_unpickles(inside: types.ModuleType, road: s
     watch.settle()  # and it is reported once
 
 
+def test_the_watch_sees_other_threads(inside: types.ModuleType) -> None:
+    text = pickle.dumps(OrderedDict())
+    thread = threading.Thread(target=lambda: inside.call(pickle.loads, text))
+    thread.start()
+    thread.join()
+    with pytest.raises(pytest.fail.Exception, match="OrderedDict"):
+        watch.settle()
+
+
 def test_the_watch_leaves_alone_what_is_not_descants(inside: types.ModuleType) -> None:
     assert pickle.loads(pickle.dumps(OrderedDict())) == {}
     assert torch.load(_saved())["a"].sum() == 2
@@ -188,3 +200,15 @@ def test_a_test_that_unpickles_in_descant_fails(tmp_path: Path) -> None:
     assert reports["test_good"].passed
     assert reports["test_sly"].failed
     assert "unpickled collections.OrderedDict under config/fields.py" in str(reports["test_sly"].longrepr)
+
+
+def test_a_processor_of_the_users_is_watched_too(tiny: Any) -> None:
+    class Pickling(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            pickle.loads(pickle.dumps(OrderedDict()))
+            return scores
+
+    model = tiny("llama").model
+    generate(model, torch.tensor([[3, 4]]), max_new_tokens=2, logits_processor=[Pickling()])
+    with pytest.raises(pytest.fail.Exception, match="OrderedDict"):
+        watch.settle()

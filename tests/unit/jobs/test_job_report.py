@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
+import tracemalloc
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,12 @@ import pytest
 from descant.jobs.job_report import ReportFacts, render_report, write_report
 from descant.jobs.report_charts import (
     AdaptiveHistogram,
+    HistogramBar,
+    ValueScale,
     collect_figures,
+    draw_acceptance,
+    draw_histogram,
+    draw_shares,
     format_share,
 )
 
@@ -74,14 +82,13 @@ def test_bars_are_of_round_widths_and_count_every_value() -> None:
     assert AdaptiveHistogram(0).bars() == []
 
 
-def test_memory_does_not_grow_with_the_rows() -> None:
-    results = (result(row, tokens=row * 7919 % 100_003, score=row % 9973 / 7) for row in range(30_000))
-    errors = ({"row": row, "error": f"reason {row} of its own, got {row}"} for row in range(30_000))
-    figures = collect_figures(results, errors)
-    assert (figures.results, figures.failed) == (30_000, 30_000)
-    assert len(figures.reasons) <= 1001
-    assert max(len(figures.lengths._bins), len(figures.scores._bins)) <= 4096
-    assert sum(one.count for one in figures.reasons.values()) == 30_000
+def test_values_at_an_edge_are_in_the_bar_that_begins_there() -> None:
+    histogram = AdaptiveHistogram(6)
+    for tenth in range(11):
+        histogram.add(round(tenth / 10, 6))
+    for bar in histogram.bars():
+        inside = [tenth for tenth in range(11) if bar.low <= round(tenth / 10, 6) < bar.high]
+        assert bar.count == len(inside), bar
 
 
 @pytest.mark.parametrize("digits", [0, 6])
@@ -112,6 +119,16 @@ def test_a_few_far_values_do_not_squeeze_the_others() -> None:
     assert (bars[0].low, bars[-1].high) == (-math.inf, math.inf)
     assert sum(bar.count for bar in bars) == 1003
     assert bars[0].count + bars[-1].count < 20
+
+
+@pytest.mark.parametrize("value", [0.0, -3.25, 5e-7, 1e12, 7.0])
+def test_equal_values_are_one_bar(value: float) -> None:
+    histogram = AdaptiveHistogram(6)
+    for _ in range(3):
+        histogram.add(value)
+    [bar] = histogram.bars()
+    assert bar.count == 3
+    assert bar.low <= round(value, 6) < bar.high
 
 
 # ------------------------------------------------------------------------ figures
@@ -147,6 +164,27 @@ def test_votes_are_agreement_and_other_scores_are_scores() -> None:
     assert (scored.scores.count, scored.voted, scored.scores.mean) == (2, 0, 0.75)
 
 
+def test_memory_does_not_grow_with_the_rows() -> None:
+    def rows(count: int) -> Iterator[dict[str, Any]]:
+        for row in range(count):
+            yield result(row, text=f"text {row}" * 20, tokens=row * 7919 % 100_003, score=row % 9973 / 7)
+
+    def errors(count: int) -> Iterator[dict[str, Any]]:
+        for row in range(count):
+            yield {"row": row, "error": f"reason {row} of its own, got {row}"}
+
+    peaks = []
+    for count in (20_000, 60_000):
+        tracemalloc.start()
+        figures = collect_figures(rows(count), errors(count))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert (figures.results, figures.failed) == (count, count)
+        assert len(figures.reasons) <= 1001
+        assert sum(one.count for one in figures.reasons.values()) == count
+    assert peaks[1] < 1.3 * peaks[0]
+
+
 # ------------------------------------------------------------------------ the page
 def test_a_page_has_every_figure(tmp_path: Path) -> None:
     facts = ReportFacts(
@@ -178,6 +216,15 @@ def test_a_page_has_every_figure(tmp_path: Path) -> None:
     assert len(reader.texts("h3")) == 10
     assert "draft token 1: 300 of 400 accepted" in reader.texts("title")
     assert reader.texts("p", "example") == ["row 1200: `prompt` must be text, got 3"]
+
+
+def test_the_same_figures_give_the_same_bytes(tmp_path: Path) -> None:
+    results = [result(row, tokens=row, score=row / 7) for row in range(50)]
+    pages = []
+    for number in range(2):
+        write_report(tmp_path / f"{number}.html", FACTS, iter(results), iter([]))
+        pages.append((tmp_path / f"{number}.html").read_bytes())
+    assert pages[0] == pages[1]
 
 
 def test_empty_jobs_and_jobs_of_errors_alone_have_a_page() -> None:
@@ -236,6 +283,17 @@ def test_long_texts_and_many_columns_are_cut() -> None:
 
 
 # ------------------------------------------------------------------------ charts
+def test_charts_name_their_numbers() -> None:
+    bars = [HistogramBar(-math.inf, 0, 2), HistogramBar(0, 5, 1000), HistogramBar(5, 10, 0)]
+    bars.append(HistogramBar(10, math.inf, 1))
+    scale = ValueScale(lambda value: f"{value:.0f}", is_whole=True)
+    titles = PageReader(draw_histogram(bars, "T", "row", scale, {"median": 3})).texts("title")
+    assert titles == ["below 0: 2 rows", "0 to 4: 1,000 rows", "5 to 9: 0 rows", "10 and more: 1 row"]
+    single = ValueScale(lambda value: f"{value:.0f}", is_whole=True).format_range(HistogramBar(3, 4, 1))
+    assert single == "3"
+    shares = draw_shares([("a", 3), ("b", 1)], "T")
+    assert re.findall(r'width="([\d.]+)"', shares) == ["300", "100"]
+    assert 'data-accepted="0"' in draw_acceptance([5, 0], [0, 0], "T")
 
 
 @pytest.mark.parametrize(
@@ -251,3 +309,12 @@ def test_long_texts_and_many_columns_are_cut() -> None:
 )
 def test_shares_are_neither_none_nor_all_unless_they_are(count: int, total: int, shown: str) -> None:
     assert format_share(count, total) == shown
+
+
+def test_labels_do_not_overlap() -> None:
+    for count, width in itertools.product((1, 2, 7, 24, 26), (1, 5, 1000)):
+        bars = [HistogramBar(at * width, (at + 1) * width, at + 1) for at in range(count)]
+        picture = draw_histogram(bars, "T", "row", ValueScale(lambda value: f"{value:.0f}", True), {})
+        places = [float(x) for x in re.findall(r'<text x="([\d.]+)" y="171" class="tick"', picture)]
+        assert places
+        assert all(later - sooner >= 40 for sooner, later in itertools.pairwise(places))

