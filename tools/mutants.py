@@ -236,6 +236,7 @@ def install(mutant: Mutant) -> bool:
         if code not in old
     }
     replaced = False
+    gc.unfreeze()  # `tests/conftest.py` freezes what its imports have made
     for function in [found for found in gc.get_objects() if type(found) is FunctionType]:
         code = function.__code__
         new = changed.get((code.co_qualname, code.co_firstlineno)) if code.co_filename == path else None
