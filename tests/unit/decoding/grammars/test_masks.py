@@ -16,6 +16,7 @@ from tests.support.schema_cases import schemas
 END = 2
 
 
+@pytest.mark.ci_cases("0-llguidance", "0-xgrammar")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("part", range(6))
 def test_random_texts_of_300_schemas_are_valid(backend, part):

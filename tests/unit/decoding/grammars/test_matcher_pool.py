@@ -52,18 +52,6 @@ def test_pools_of_one_call_do_not_share_positions(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_number_of_matchers_follows_the_lines(backend):
-    pool = MatcherPool(compiled(tokenizer(), backend, regex="[a-z]{40}"), [END])
-    letters = tokenizer().encode("cdefghij")
-    rows = [[letters[index % 8], letters[index // 8]] for index in range(60)]
-    masks(pool, rows)
-    assert len(pool._positions) >= 60
-    for length in range(3, 8):
-        masks(pool, [rows[0][:1] * length])
-    assert len(pool._positions) == 4
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_forced_tokens_spell_what_must_follow(backend):
     grammar = compiled(tokenizer(), backend, json_schema=SCHEMA)
     matcher = grammar.new_matcher()

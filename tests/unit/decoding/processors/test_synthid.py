@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import descant
 from descant.config.watermarking_config import SynthIDTextWatermarkingConfig
 from descant.core.context import Context
 from descant.decoding.watermark.keys import PublicKeyWarning
@@ -19,8 +18,7 @@ from descant.decoding.watermark.synthid import (
     sampling_table,
 )
 from descant.errors import ConfigError, InputError
-from descant.testing import check_processor
-from tests.unit.decoding.processors.reference import chance_scores, context, drafted, softmax, spoil
+from tests.unit.decoding.processors.reference import chance_scores, context, softmax, spoil
 
 WORD = 2**64
 LOWEST = torch.finfo(torch.float32).min
@@ -97,29 +95,6 @@ def test_every_line_by_its_own_settings():
             assert same(answer, [1.0] * len(line) if kind.debug_mode else line, law)
             marked, kept = marked + (law is not None), kept + (law is None)
     assert min(marked, kept) > 30
-
-
-def test_drafts_are_lines_like_any():
-    rng = random.Random(4)
-    rows = [[rng.randrange(3) for _ in range(6)] for _ in range(5)]
-    drafts = [[rng.randrange(3) for _ in range(4)] for _ in rows]
-    prompts, kinds = [rng.randint(0, 4) for _ in rows], [rng.choice(KINDS) for _ in rows]
-    given = drafted(rng, rows, prompts, [{"watermark": kind} for kind in kinds], drafts)
-    lines = [possible(rng, 17) for _ in range(25)]
-    answers = SynthIDTextWatermarkLogitsProcessor.make_unbound().process(given, torch.tensor(lines))
-    for at, (row, prompt, kind) in enumerate(zip(rows, prompts, kinds, strict=True)):
-        for slot in range(5):
-            line = lines[5 * at + slot]
-            law = slow(row + drafts[at][:slot], prompt, line, kind)
-            line = [1.0] * len(line) if kind.debug_mode else line
-            assert same(answers[5 * at + slot], line, law)
-
-
-def test_the_law_of_processors():
-    check_processor(
-        SynthIDTextWatermarkLogitsProcessor.make_unbound(), [{"watermark": kind} for kind in KINDS]
-    )
-    check_processor(make_processor())
 
 
 @pytest.mark.parametrize("size", [2**16, 1000])
@@ -279,51 +254,3 @@ def test_hashes_of_ngrams_are_those_of_pythons_integers():
 
 
 # -------------------------------------------------------------------------------------- rows
-NEW = 24
-
-
-def marked_rows(model, **given):
-    config = {
-        "watermarking_config": settings().to_dict(),
-        "min_new_tokens": NEW,
-        "max_new_tokens": NEW,
-        **given,
-    }
-    return descant.generate(model.model, **config)
-
-
-def test_another_row_changes_nothing(tiny):
-    """Rows of a padded batch are marked as each would be alone."""
-    model = tiny("llama")
-    ids, mask = torch.tensor([[5, 6, 7, 8], [0, 0, 9, 10]]), torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
-    both = marked_rows(model, input_ids=ids, attention_mask=mask)[:, 4:].tolist()
-    alone = [marked_rows(model, input_ids=torch.tensor([row])) for row in ([5, 6, 7, 8], [9, 10])]
-    assert both == [found[0, -NEW:].tolist() for found in alone]
-    assert both[0] != both[1]
-
-
-def test_drafts_ahead_leave_a_greedy_text_as_it_is(tiny):
-    """Drafts that are taken back leave nothing in the history of contexts."""
-    model = tiny("llama")
-    for prompt in ([5, 6, 7, 5, 6, 7, 5, 6], [11, 12, 11, 12, 11], [40, 41, 42]):
-        ids = torch.tensor([prompt])
-        plain = marked_rows(model, input_ids=ids)
-        assert torch.equal(plain, marked_rows(model, input_ids=ids, prompt_lookup_num_tokens=4))
-        assert not torch.equal(plain, marked_rows(model, input_ids=ids, watermarking_config=None))
-
-
-def test_beams_are_scored_by_their_own_past(tiny):
-    """The scores of the best beam are those of its tokens fed to the processor one by one."""
-    model, ids = tiny("llama"), torch.tensor([[5, 6, 7]])
-    out = marked_rows(model, input_ids=ids, num_beams=4, return_dict_in_generate=True, output_scores=True)
-    outputs = descant.compute_transition_scores(
-        model.model, out.sequences, out.scores, beam_indices=out.beam_indices
-    )
-    assert len(set(out.beam_indices[0].tolist())) > 1, "the best beam never changed its place"
-    processor = make_processor()
-    for step in range(NEW):
-        logits = model.model(out.sequences[:, : 3 + step]).logits[:, -1].detach().log_softmax(-1)
-        logits[:, model.eos] = -torch.inf
-        scores = processor(out.sequences[:, : 3 + step], logits)
-        token = int(out.sequences[0, 3 + step])
-        assert float(outputs[0, step]) == pytest.approx(float(scores[0, token]), abs=2e-3)

@@ -85,7 +85,7 @@ class Table:
 # ------------------------------------------------------------------------ the drafts and the cache
 @pytest.mark.parametrize("seed", first(1, 2))
 @pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral", "gemma3"])
 def test_drafts_equal_the_truncated_network_and_the_cache_stays_usable(name: str, layers: int, seed: int):
     model = deep(name)
     cut = truncated(model, layers)
@@ -224,14 +224,6 @@ def test_prompts_given_as_embeddings():
     drafter.remove_requests([0])
 
 
-def test_what_ends_is_closed():
-    own = as_model(truncate_model(deep("llama"), 2))
-    closed: list[Any] = []
-    own.remove_requests = closed.append
-    EarlyExit(own, SamplingNoise(), VOCAB).remove_requests([3, 5])
-    assert closed == [[3, 5]]
-
-
 def test_the_last_positions_of_a_table():
     model = deep("gpt2")  # 96 positions
     lines = [Line([5] * size, size) for size in (80, 93, 94)]
@@ -339,21 +331,3 @@ def test_an_exit_that_cannot_be(layers: int, change: dict[str, Any], says: str):
     with pytest.raises(ConfigError, match=says) as caught:
         check_early_exit(layers, facts)
     assert caught.value.field == "assistant_early_exit"
-
-
-def test_an_exit_that_can_be():
-    check_early_exit(1, traits_of(deep("llama")))
-    check_early_exit(3, traits_of(deep("llama")))
-
-
-def test_a_lane_of_the_whole_table_is_read_without_a_copy():
-    model = deep("llama")
-    lines = [Line([5, 6, 7], at) for at in range(2)]
-    target = _begun(model, lines)
-    spans = []
-    update = target.cache.update
-    target.cache.update = lambda layer, key, value, span: (
-        spans.append(span) or update(layer, key, value, span)
-    )
-    target.exit(1).draft(rows_of(lines), torch.tensor([2, 2]), DraftContext(plainly, target.cache))
-    assert [span.rows for span in spans] == [None, None]

@@ -104,12 +104,3 @@ def test_rows_that_do_not_use_it_and_rows_without_room_try_nothing():
     assert drafted(rows_of([text, [5]], [none, uses]), [3, 3]) == [[], []]
     empty = rows_of([text], [uses]).take(torch.tensor([], dtype=torch.long))
     assert PromptLookup().draft(empty, torch.tensor([], dtype=torch.long), None).drafts is None
-
-
-def test_it_is_cheap_and_keeps_nothing():
-    drafter = PromptLookup()
-    drafter.add_requests([0], {})
-    drafter.commit(torch.tensor([-1]), torch.tensor([3]))
-    drafter.remove_requests([0])
-    assert drafter.is_model_free
-    assert not vars(drafter)

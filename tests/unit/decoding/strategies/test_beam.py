@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 import descant
 from descant import GenerationConfig, Request, RowError
-from descant.decoding.strategies.beams.beam import BeamSearch
-from descant.decoding.strategies.beams.finished_pool import FinishedHypotheses
 from descant.testing import outcomes, toy
 from tests.support.markov_model import Chain
 
@@ -130,15 +128,6 @@ def test_beams_prefill_as_one_row_and_fork_after_it():
     assert model.fed == [1, 4, 4, 4]
 
 
-def test_trails_tell_which_beam_each_token_came_from():
-    model = Chain.chance(9, 1)
-    found = outcomes(model, [Request([0], config(num_beams=3, num_return_sequences=3, max_new_tokens=5))])[0]
-    for one in found.hypotheses:
-        assert len(one.beam_indices) == len(one.tokens)
-        assert one.beam_indices[0] == 0
-        assert all(0 <= beam < 3 for beam in one.beam_indices)
-
-
 def test_a_request_ends_by_its_own_pool():
     """A request with a full pool does not end another one."""
     model = Chain.chance(9, 2)
@@ -195,29 +184,6 @@ def test_beam_sampling_without_heat_is_beam_search():
     cold = Request([0], config(num_beams=3, do_sample=True, seed=1, temperature=1e-4, num_return_sequences=1))
     plain = Request([0], config(num_beams=3))
     assert outcomes(model, [cold])[0].tokens[0][:1] == outcomes(model, [plain])[0].tokens[0][:1]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_steps_before_the_first_end_are_those_of_the_general_way(seed, monkeypatch):
-    model = Chain.chance(6, seed)
-    asked = [
-        Request([start], config(num_beams=3, num_return_sequences=3, max_new_tokens=5)) for start in (0, 1)
-    ]
-    steps = []
-    continue_all = BeamSearch._continue_all
-    monkeypatch.setattr(BeamSearch, "_continue_all", lambda *args: steps.append(1) or continue_all(*args))
-    direct = outcomes(model, asked)
-    num_direct = len(steps)
-    assert num_direct > 0
-    monkeypatch.setattr(FinishedHypotheses, "has_entries", True)  # so that every step takes the general way
-    general = outcomes(model, asked)
-    assert len(steps) == num_direct
-    for one, other in zip(direct, general, strict=True):
-        assert one.tokens == other.tokens
-        assert [found.score for found in one.hypotheses] == [found.score for found in other.hypotheses]
-        assert [found.beam_indices for found in one.hypotheses] == [
-            found.beam_indices for found in other.hypotheses
-        ]
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import descant
-from descant import ConfigError, GenerationConfig, InputError
+from descant import ConfigError, InputError
 from descant.decoding.processors.allowed_sequences import AllowedSequences
-from descant.decoding.strategies.contrastive import HiddenStateBank
-from tests.contracts.configs import TEXTS, tokenizer
-from tests.contracts.promises import stopped
 from tests.support.tiny_models import Tiny, pad, prompts
 
 NEAR = {"rtol": 0.0, "atol": 2e-4}
@@ -195,71 +191,6 @@ def test_ends_and_least_lengths(tiny, low):
 
 
 @LOW
-def test_stop_strings(tiny, low):
-    llama = tiny("llama")
-    rows = texts(llama)
-    free = [Reference(llama).search(row).new for row in rows]
-    strings = [TEXTS[free[0][2]] + TEXTS[free[0][3]], TEXTS[free[2][6]]]
-    config = GenerationConfig(stop_strings=strings)
-    expected = []
-    for row, new in zip(rows, free, strict=True):
-        at = stopped(config, row, new)
-        expected.append(new if at is None else new[: at + 1])
-    assert min(map(len, expected)) < NEW
-    found, _ = call(llama, rows, stop_strings=strings, tokenizer=tokenizer(), pad_token_id=0, low_memory=low)
-    wide = max(map(len, expected))
-    assert found == [[*one, *[0] * (wide - len(one))] for one in expected]
-
-
-@LOW
-def test_streams_show_every_token_once_in_order(tiny, low):
-    llama = tiny("llama")
-    rows = texts(llama)
-    free = [Reference(llama).search(row).new for row in rows]
-    ends = free[0][3]
-    expected = [Reference(llama, ends=(ends,)).search(row).new for row in rows]
-    ids, mask = pad(rows, 0, "left")
-    seen: list[list[int]] = [[] for _ in rows]
-    over = [0] * len(rows)
-    logs: list[list[float]] = [[] for _ in rows]
-    for event in descant.stream(
-        llama.model, ids, attention_mask=mask, penalty_alpha=0.6, top_k=4, max_new_tokens=NEW,
-        eos_token_id=ends, low_memory=low,
-    ):  # fmt: skip
-        assert not over[event.row], "something after the end"
-        seen[event.row] += event.token_ids
-        logs[event.row] += event.logprob or ()
-        over[event.row] += event.finish_reason is not None
-    assert seen == expected
-    assert over == [1] * len(rows)
-    for row, new, log in zip(rows, expected, logs, strict=True):
-        own = Reference(llama, ends=(ends,)).search(row)
-        law = [float(scores.log_softmax(-1)[token]) for scores, token in zip(own.scores, new, strict=True)]
-        assert log == pytest.approx(law, abs=1e-3)
-
-
-@LOW
-def test_streamers_are_put_what_is_returned(tiny, low):
-    class Kept:
-        def __init__(self) -> None:
-            self.put_in: list[list[int]] = []
-            self.ended = 0
-
-        def put(self, value: Tensor) -> None:
-            self.put_in.append(value.flatten().tolist())
-
-        def end(self) -> None:
-            self.ended += 1
-
-    llama, kept = tiny("llama"), Kept()
-    row = texts(llama)[:1]
-    found, _ = call(llama, row, streamer=kept, low_memory=low)
-    assert kept.put_in[0] == row[0]
-    assert [one for some in kept.put_in[1:] for one in some] == found[0]
-    assert kept.ended == 1
-
-
-@LOW
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_record(tiny, name, low):
     model = tiny(name)
@@ -319,74 +250,6 @@ def test_embeddings_in_place_of_ids(tiny, name, low):
         assert found.tolist() == [Reference(model).search(row).new]
     found = descant.generate(model.model, inputs_embeds=embeddings, input_ids=torch.tensor([row]), **asked)
     assert found[0, len(row) :].tolist() == Reference(model).search(row).new
-
-
-def test_candidates_of_no_probability_are_none(tiny):
-    """Where rules leave fewer tokens than candidates, the rest are not tried."""
-    llama = tiny("llama")
-    allowed = [5, 6, 7]
-    rows = texts(llama)
-    found = {}
-    for low in (False, True):
-        found[low], _ = call(
-            llama, rows, top_k=6, low_memory=low, prefix_allowed_tokens_fn=lambda batch, ids: allowed
-        )
-
-    def only(text: list[int], scores: Tensor) -> Tensor:
-        kept = torch.full_like(scores, -torch.inf)
-        kept[allowed] = scores[allowed]
-        return kept
-
-    expected = [Reference(llama, width=6, rules=(only,)).search(row).new for row in rows]
-    assert found == {False: expected, True: expected}
-
-
-def test_settings_of_each_row(tiny):
-    llama = tiny("llama")
-    rows = texts(llama)
-    settings = [(2, 0.8), (6, 0.4), (3, 0.6)]
-    configs = [
-        GenerationConfig(top_k=width, penalty_alpha=alpha, max_new_tokens=NEW, eos_token_id=None)
-        for width, alpha in settings
-    ]
-    ids, mask = pad(rows, 0, "left")
-    found = descant.generate(llama.model, ids, attention_mask=mask, generation_config=configs)
-    expected = [
-        Reference(llama, width, alpha).search(row).new
-        for row, (width, alpha) in zip(rows, settings, strict=True)
-    ]
-    assert found[:, ids.shape[1] :].tolist() == expected
-
-
-def test_states_are_kept_apart_and_forgotten():
-    """The past against one list a request, while requests of different lengths come and go."""
-    rng = torch.Generator().manual_seed(0)
-
-    def random_directions(*shape: int) -> Tensor:
-        return torch.nn.functional.normalize(torch.randn(*shape, 5, generator=rng), dim=-1)
-
-    past, kept = HiddenStateBank(), {}
-    for turn in range(200):
-        if not kept or turn % 3 == 0:
-            states = random_directions(int(torch.randint(1, 90, (1,), generator=rng)))
-            past.add(100 - turn if turn % 2 else turn, states)
-            kept[100 - turn if turn % 2 else turn] = states
-        some = [one for one in kept if torch.rand(1, generator=rng) < 0.6] or list(kept)
-        asked = random_directions(len(some), 3)
-        found = past.max_similarity(np.array(some), asked)
-        expected = [(kept[one] @ asked[at].T).amax(0) for at, one in enumerate(some)]
-        torch.testing.assert_close(found, torch.stack(expected))
-        more = random_directions(len(some))
-        past.append(np.array(some), more)
-        kept |= {one: torch.cat((kept[one], more[at : at + 1])) for at, one in enumerate(some)}
-        if turn % 4 == 3:
-            gone = some[0]
-            past.remove(gone)
-            del kept[gone]
-        assert sorted(past._requests.tolist()) == sorted(kept)
-    for one in list(kept):
-        past.remove(one)
-    assert past._bank is None
 
 
 @LOW

@@ -238,21 +238,6 @@ def test_the_documented_key_is_known_to_everybody():
         WatermarkDetector(MODEL, "cpu", {"bias": 2.5})
 
 
-def test_lists_are_remembered_from_call_to_call(monkeypatch):
-    made = []
-    whole = GreenList._build_masks
-    monkeypatch.setattr(
-        GreenList, "_build_masks", lambda self, swaps: made.extend(swaps) or whole(self, swaps)
-    )
-    ids = torch.tensor([[one for token in range(10, 20) for one in (5, token)]])  # ten questions after 5
-    for size, expected in ((128, 1), (0, 2)):
-        made.clear()
-        mark = settings(hashing_key=1_299_709 + size)  # not used before
-        detector = WatermarkDetector(MODEL, "cpu", mark, max_cache_size=size)
-        assert detector(ids).tolist() == detector(ids).tolist()
-        assert len(made) == expected
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -167,19 +167,6 @@ def test_unmarked_text_is_unremarkable_under_random_keys(size):
     assert np.mean(np.array(p) <= 0.1) > 0.05
 
 
-def test_counting_repeats_would_be_seen():
-    """Text that says the same again spreads too far if all of it is counted."""
-    rng, again = random.Random(6), []
-    ids = np.tile(human_texts()[0], 5)
-    for _ in range(150):
-        known = settings(keys=random_keys(rng))
-        game, tokens = get_tournament(known), torch.tensor(ids)
-        coins = game.g_values(game.context_hashes(tokens[:-1]), tokens[4:]).double().mean(1)
-        again.append(float((coins - game.ones_fraction).sum()) / math.sqrt(len(coins) * 0.25 / 9))
-        assert abs(z_of(SynthIDScheme(known), ids)) < 5
-    assert np.std(again) > 1.5
-
-
 def test_tails_are_those_of_the_table_s_own_ones():
     """Also where the table is so small that its ones are far from a half."""
     known = next(
