@@ -328,13 +328,6 @@ def test_streams_from_threads_half_of_them_cut(model):
     check_hammered(hammer(model, 60, 10), 60)
 
 
-@pytest.mark.slow
-def test_1000_streams_from_50_threads(model):
-    began = time.monotonic()
-    check_hammered(hammer(model, 1000, 50), 1000)
-    print(f"{time.monotonic() - began:.0f} s")
-
-
 def resident_bytes():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

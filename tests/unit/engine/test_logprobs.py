@@ -10,7 +10,6 @@ from descant import (
     GenerationConfig,
     Request,
     Session,
-    Tokens,
     compute_transition_scores,
     generate,
 )
@@ -60,49 +59,6 @@ def test_they_equal_those_of_the_full_scores(tiny, name, method):
             assert torch.equal(one.top[place], best.indices)
             assert torch.allclose(one.top_raw[place], best.values, atol=1e-4)
             assert torch.allclose(one.top_processed[place], processed[best.indices], atol=1e-4)
-
-
-def test_a_stream_tells_them_as_they_come():
-    model = Chain.chance(11, 3, spread=2.0)
-    session = Session(model)
-    config = GenerationConfig(do_sample=True, seed=4, num_return_sequences=2, max_new_tokens=6, logprobs=0)
-    number = session.admit(Request([1], config))[0]
-    streamed: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
-    done = None
-    while len(session):
-        for event in session.step():
-            if isinstance(event, Tokens):
-                both = zip(event.slot.tolist(), event.raw.tolist(), event.processed.tolist(), strict=True)
-                for slot, raw, processed in both:
-                    streamed[slot].append((raw, processed))
-            elif isinstance(event, Finished):
-                assert event.request == number
-                done = event.hypotheses
-    for slot, one in enumerate(done):
-        assert one.logprobs.top.shape == (6, 0)
-        assert [raw for raw, _ in streamed[slot]] == pytest.approx(one.logprobs.raw.tolist())
-        assert [processed for _, processed in streamed[slot]] == pytest.approx(
-            one.logprobs.processed.tolist()
-        )
-        path = [1, *one.tokens.tolist()]
-        for at, told in enumerate(one.logprobs.raw.tolist()):
-            assert told == pytest.approx(
-                float(model.after(at + 1, path[at]).log_softmax(-1)[path[at + 1]]), abs=1e-5
-            )
-
-
-def test_without_the_field_there_is_no_cost():
-    model = Chain.chance(11, 3, spread=2.0)
-    session = Session(model)
-    session.admit(Request([1], GenerationConfig(max_new_tokens=3)))
-    (event,) = session.step()
-    assert event.raw is None
-    assert event.processed is None
-    assert "ledger" not in session._tables.default.rows.columns
-    asked = session.admit(Request([2], GenerationConfig(max_new_tokens=3, logprobs=2)))[0]
-    done = {event.request: event.hypotheses[0] for event in session.drain() if isinstance(event, Finished)}
-    assert done.pop(asked).logprobs.top.shape == (3, 2)
-    assert [one.logprobs for one in done.values()] == [None]
 
 
 def test_more_alternatives_than_tokens_are_refused():

@@ -227,15 +227,6 @@ def tight(model, **given):
     return Session(model, scheduler=SchedulerConfig(num_blocks=9, block_size=2, headroom=0.0, **given))
 
 
-def test_a_preempted_request_is_read_again(model):
-    session = tight(model)
-    given = [request(4, new=10), request(4, new=10), request(3, new=8)]
-    numbers = session.admit(*given)
-    found = ended(session)
-    assert session.report().preemptions > 0
-    assert [tokens(found[number]) for number in numbers] == [alone(model, one) for one in given]
-
-
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("neighbour", [{}, {"guidance_scale": 2.0}])
 def test_rows_that_are_read_again_hold_what_they_held(model, chunk, neighbour):
@@ -315,16 +306,6 @@ def test_a_prompt_whose_forward_raises_fails_alone():
     assert "broken" in str(found[broken].error)
     assert tokens(found[good]) == alone(model, request(3))
     assert len(session) == session.rows == 0
-
-
-def test_cached_prefixes_are_not_read_again(model):
-    prefixes = PrefixCache(block=4)
-    session = Session(model, prefix_cache=prefixes, scheduler=SchedulerConfig(chunk_tokens=4))
-    for _ in range(2):
-        number = session.admit(request(22))[0]
-        assert tokens(ended(session)[number]) == alone(model, request(22))
-    assert prefixes.report().hits == 1
-    assert prefixes.report().tokens_found == 20
 
 
 def test_a_request_that_waits_is_looked_up_once_in_the_statistics(model):

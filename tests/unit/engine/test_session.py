@@ -67,14 +67,6 @@ def test_numbers_are_never_used_twice(model):
     assert session.admit() == []
 
 
-def test_drain_steps_until_nothing_runs(model):
-    session = Session(model)
-    session.admit(Request([1], config(num_beams=3)), Request([1], config()))
-    events = list(session.drain())
-    assert sum(isinstance(event, Finished) for event in events) == 2
-    assert len(session) == 0
-
-
 def test_a_beam_request_gives_as_many_sequences_as_asked(model):
     for wanted in (1, 2, 3):
         found = outcomes(model, [Request([1], config(num_beams=3, num_return_sequences=wanted))])[0]
@@ -114,13 +106,6 @@ def test_a_failure_names_the_request_and_the_fields(model):
     assert "`suppress_tokens`" in str(failed[0].error)
     assert "`begin_suppress_tokens`" in str(failed[0].error)
     assert (len(session), session.rows) == (1, 1)
-
-
-@pytest.mark.parametrize("method", [{}, {"num_beams": 2}, {"do_sample": True, "seed": 1}])
-def test_a_failing_processor_fails_its_request_alone(model, method):
-    found = outcomes(model, [Request([1], config()), failing_request(Request([1], config(**method)), 2)])
-    assert isinstance(found[1].error, RowError)
-    assert found[0].tokens == outcomes(model, [Request([1], config())])[0].tokens
 
 
 @pytest.mark.parametrize("method", [{}, {"num_beams": 2}, {"do_sample": True, "seed": 1}])
@@ -327,14 +312,6 @@ def only_failure(session):
     assert isinstance(event, Failed)
     assert len(session) == session.rows == 0
     return event
-
-
-def test_places_of_users_functions_are_used_again(model):
-    session = Session(model)
-    for _ in range(120):
-        session.admit(Request([1], config(max_new_tokens=1), logits_processor=[lambda ids, scores: scores]))
-        assert any(isinstance(event, Finished) for event in session.step())
-    assert not session._tables.default.running.processor_chains.items
 
 
 def test_any_number_of_users_functions_may_run_at_once(model):

@@ -126,27 +126,3 @@ def test_a_second_thread_is_refused_while_the_first_is_inside(model, name):
     events += list(session.drain())
     expected = outcomes(model, [Request([1], config())])[0].tokens[0]
     assert events[-1].hypotheses[0].tokens.tolist() == expected
-
-
-def test_threads_may_take_turns(model):
-    session = Session(model)
-    session.admit(Request([1], config()))
-    events = []
-    while len(session):
-        thread = threading.Thread(target=lambda: events.extend(session.step()))
-        thread.start()
-        thread.join()
-    assert isinstance(events[-1], Finished)
-
-
-def test_an_error_in_a_step_does_not_leave_the_session_busy(model):
-    def failing(ids, scores):
-        raise KeyboardInterrupt
-
-    session = Session(model)
-    number = session.admit(Request([1], config(), logits_processor=[failing]))[0]
-    with pytest.raises(KeyboardInterrupt):
-        session.step()
-    session.cancel(number)
-    session.admit(Request([1], config()))
-    assert isinstance(list(session.drain())[-1], Finished)
