@@ -14,7 +14,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
-import descant.engine.tables.admission
+import descant.engine.request
 from descant import GenerationConfig, Request
 from descant.core.interfaces import DraftContext, Drafter, ModelTraits, NoiseSource, RowCache
 from descant.core.records import ForwardOutput, Proposal
@@ -215,7 +215,7 @@ SCRIPTS: dict[str, Script] = {
 }
 
 
-_drafted = descant.engine.tables.admission.drafter_spec
+_drafted = descant.engine.request.drafter_spec
 
 
 def _scripted(config: GenerationConfig, model: Any, given: Any) -> DrafterSpec | None:
@@ -235,7 +235,7 @@ def _scripted(config: GenerationConfig, model: Any, given: Any) -> DrafterSpec |
 @contextmanager
 def scripts() -> Iterator[None]:
     """Requests may bring a script for a draft model."""
-    with patch("descant.engine.tables.admission.drafter_spec", _scripted):
+    with patch("descant.engine.request.drafter_spec", _scripted):
         yield
 
 

@@ -168,7 +168,7 @@ STATIONS = (
     ("CallOptions", "api/call.py"),
     ("Request", "engine/request.py"),
     ("DecodingPlan", "engine/planning/planner.py"),
-    ("ResolvedRequest", "engine/tables/admission.py"),
+    ("ResolvedRequest", "engine/request.py"),
     ("Placement", "engine/tables/table_set.py"),
     ("RunningRequest", "engine/tables/running_requests.py"),
     ("Rows", "core/rows.py"),

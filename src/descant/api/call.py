@@ -57,7 +57,12 @@ def merge_config(
     """
     if argument is None and not isinstance(model_config, GenerationConfig):
         call_entries = _plain_entries(call)
-        model_entries = () if model_config is None else _plain_entries(_config_values(model_config))
+        model_entries: _Entries | None = None
+        if model_config is None:
+            model_entries = ()
+        elif hasattr(model_config, "to_dict") and not hasattr(model_config, "_filled"):
+            # Not by it: it makes a deep copy at every call.
+            model_entries = _plain_entries(vars(model_config), keeps_none=False)
         if call_entries is not None and model_entries is not None:
             # A copy, since it may change.
             return copy(_merge_plain(call_entries, model_entries, model_config is not None, **options))
@@ -74,11 +79,13 @@ def _merge_plain(call: _Entries, model: _Entries, has_model: bool, **options: bo
     return GenerationConfig.merge(_as_values(call), None, defaults, **options)
 
 
-def _plain_entries(values: Mapping[str, Any]) -> _Entries | None:
-    """The values as plain data; None: they hold something else, which may change."""
+def _plain_entries(values: Mapping[str, Any], keeps_none: bool = True) -> _Entries | None:
+    """The values as plain data, None among them if `keeps_none`; None: there is something else."""
     entries: list[tuple[str, Any, Any]] = []
     for name, value in values.items():
         kind = type(value)
+        if value is None and not keeps_none:
+            continue
         if value is None or kind in _PLAIN_TYPES:
             entries.append((name, kind, value))
         elif kind in (list, tuple) and all(type(part) in _PLAIN_TYPES for part in value):
@@ -93,25 +100,13 @@ def _as_values(entries: _Entries) -> dict[str, Any]:
     return {name: kind[0](value) if isinstance(kind, tuple) else value for name, kind, value in entries}
 
 
-def _config_values(config: Any) -> dict[str, Any]:
-    """The given values of transformers' config."""
-    _check_config_type(config)
-    # Not `to_dict`, which makes a deep copy at every call.
-    return {name: value for name, value in explicit_values(config).items() if value is not None}
-
-
 def _as_generation_config(given: Any) -> GenerationConfig | None:
     """Our generation config, from ours or from transformers'."""
     if given is None or isinstance(given, GenerationConfig):
         return given
-    _check_config_type(given)
+    if not hasattr(given, "to_dict"):
+        raise InputError("generation_config", "must be a GenerationConfig, or a list of them", given)
     return GenerationConfig.from_transformers(explicit_values(given))
-
-
-def _check_config_type(config: Any) -> None:
-    """Raise for what is no config."""
-    if not hasattr(config, "to_dict"):
-        raise InputError("generation_config", "must be a GenerationConfig, or a list of them", config)
 
 
 def adapter_names_of(given: Any, num_prompts: int) -> list[str | None]:
@@ -197,12 +192,19 @@ class CallOptions:
         recipe, others = None, dict(arguments)
         if not _RECIPE_ARGUMENTS.isdisjoint(others):
             recipe, others = _pop_recipe(others)
-        options = {name: value for name in _OPTIONS if (value := others.pop(name, None)) is not None}
+        options: dict[str, Any] = {}
+        for name in _OPTIONS:
+            value = others.pop(name, None)
+            if value is not None:
+                options[name] = value
         if options.get("progress") not in (None, True, False):
             raise InputError("progress", "must be True or False", options["progress"])
         if "trace" in options:
             options["trace"] = Tracer.from_argument(options["trace"], options.get("tokenizer"))
-        fields = {name: others.pop(name) for name in list(others) if name in FIELDS}
+        fields: dict[str, Any] = {}
+        for name in list(others):
+            if name in FIELDS:
+                fields[name] = others.pop(name)
         return cls(recipe=recipe, is_method=is_method, fields=fields, others=others, **options)
 
     def merged(self, model: Any, **fields: Any) -> CallOptions:
@@ -218,19 +220,16 @@ class CallOptions:
         return replace(self, configs=configs)
 
     @property
-    def config(self) -> GenerationConfig:
-        """The config that provides the shared fields."""
-        return self.configs[0]
-
-    @property
     def processors(self) -> tuple[Any, ...]:
         """The user's logits processors."""
-        return _as_tuple("logits_processor", self.logits_processor)
+        given = self.logits_processor
+        return () if given is None else _as_tuple("logits_processor", given)
 
     @property
     def criteria(self) -> tuple[Any, ...]:
         """The user's stopping criteria."""
-        return _as_tuple("stopping_criteria", self.stopping_criteria)
+        given = self.stopping_criteria
+        return () if given is None else _as_tuple("stopping_criteria", given)
 
     @property
     def forks(self) -> bool:
@@ -320,7 +319,9 @@ class Call:
             _check_engine(model, options)
             self.session = model
         else:
-            cache = _requested_cache(options.config, self.user_cache)
+            cache = None
+            if self.user_cache is not None or options.configs[0].use_cache is False:
+                cache = _requested_cache(options.configs[0], self.user_cache)
             self.session = Session(
                 model,
                 states=states,
@@ -340,7 +341,7 @@ class Call:
     def admit(self, inputs: Mapping[str, Any]) -> None:
         """Admit the prompts given as model inputs."""
         options = self.options
-        config, session = options.config, self.session
+        config, session = options.configs[0], self.session  # the shared fields are those of the first
         # Arguments of the call win over those in the config.
         inputs = {**thaw(config.generation_kwargs), **inputs} if config.generation_kwargs else dict(inputs)
         negative_ids = inputs.pop(NEGATIVE_PROMPT_KEY, None)
@@ -356,17 +357,18 @@ class Call:
         self.configs = list(options.configs)
         if self.criteria:
             self.configs = _apply_max_length_criteria(self.configs, options.criteria)
+        count = len(prompts)
         if len(self.configs) == 1:
-            self.configs *= len(prompts)
-        if len(self.configs) != len(prompts):
-            must = f"must be one for each of the {len(prompts)} prompts, or one for all"
+            self.configs *= count
+        if len(self.configs) != count:
+            must = f"must be one for each of the {count} prompts, or one for all"
             name = "generation_config" if isinstance(options.generation_config, list | tuple) else "seed"
             raise InputError(name, must, f"{len(self.configs)} of them")
-        full_prompts = [prompts.prompt(index) for index in range(len(prompts))]
-        no_rows: list[CachedRow | None] = [None] * len(prompts)
+        full_prompts = list(map(prompts.prompt, range(count)))
+        no_rows: list[CachedRow | None] = [None] * count
         cached_rows = no_rows if self.user_cache is None else self.user_cache.cached_rows(prompts)
         self.prompts = prompts
-        self.healed_suffixes = [_NO_SUFFIX] * len(prompts)
+        self.healed_suffixes = [_NO_SUFFIX] * count
         if options.tokenizer is not None:
             self.healed_suffixes = [
                 HealedSuffix.from_prompt(options.tokenizer, ids.tolist())
@@ -403,9 +405,7 @@ class Call:
     ) -> list[Request]:
         """One request for each prompt."""
         options, prompts = self.options, self.prompts
-        self.returns_cache = keep_cache = self._must_return_cache(
-            sum([config.num_return_sequences for config in self.configs])
-        )
+        self.returns_cache = keep_cache = self._must_return_cache()
         scheduler = options.scheduler
         if keep_cache and self.session.traits.is_encoder_decoder:
             assert isinstance(self.session, Session)
@@ -469,13 +469,15 @@ class Call:
         is_plain = modes <= _FIXED_ROW_MODES and not any(config.banned_phrases for config in configs)
         return sum(self.row_counts) if is_plain else 0
 
-    def _must_return_cache(self, num_sequences: int) -> bool:
+    def _must_return_cache(self) -> bool:
         """Whether the cache of the returned sequences is written back or returned."""
-        config, traits = self.options.config, self.session.traits
+        config, traits = self.options.configs[0], self.session.traits
         if self.user_cache is not None and self.user_cache.is_encoder_decoder != traits.is_encoder_decoder:
             return False
-        is_single = num_sequences == 1 and not self.options.forks
-        is_supported = traits.cache_type == "kv" or (traits.cache_type == "recurrent" and is_single)
+        is_supported, num_sequences = traits.cache_type == "kv", 1
+        if not is_supported:
+            num_sequences = sum([config.num_return_sequences for config in self.configs])
+            is_supported = traits.cache_type == "recurrent" and num_sequences == 1 and not self.options.forks
         if self.user_cache is not None and (not self.user_cache.frozen or config.return_dict_in_generate):
             if not is_supported:
                 must = "must be given with one returned sequence for a model with recurrent state"
@@ -602,8 +604,6 @@ def _pop_recipe(others: dict[str, Any]) -> tuple[Recipe | None, dict[str, Any]]:
 
 def _as_tuple(name: str, given: Any) -> tuple[Any, ...]:
     """One callable or a list of them as a tuple."""
-    if given is None:
-        return ()
     if callable(given) and not isinstance(given, list | tuple):
         return (given,)
     if not isinstance(given, list | tuple):

@@ -151,8 +151,9 @@ def _generate(named: dict[str, Any], is_method: bool = False) -> Tensor | Genera
 
     `named` are the arguments of the signature; one that is None is not given.
     """
-    kwargs = named.pop("kwargs")
-    kwargs = {name: value for name, value in kwargs.items() if not (is_method and name in IGNORED_INPUTS)}
+    kwargs: dict[str, Any] = named.pop("kwargs")
+    for name in IGNORED_INPUTS if is_method else ():
+        kwargs.pop(name, None)
     model, synced = engine_or_model(named.pop("model"), kwargs.pop("engine", None)), named.pop("synced_gpus")
     kwargs |= {name: value for name, value in named.items() if value is not None}
     with gathered_model(model) as model, synchronized_processes(model, synced):
@@ -161,13 +162,14 @@ def _generate(named: dict[str, Any], is_method: bool = False) -> Tensor | Genera
         if call.recipe is not None and call.recipe.kind == "generate":
             front_end = _run_function_recipe
         elif not is_engine(model):  # the other front ends are for models
-            is_prepared = is_hf_prepared(call.generation_config)
+            is_prepared = call.generation_config is not None and is_hf_prepared(call.generation_config)
             front_end = _run_hf_prepared if is_prepared else _FRONT_ENDS.get(model_kind(model))
         if front_end is not None:
             output: Tensor | GenerateOutput | TextOutput = front_end(model, call)
             return output
         has_texts = is_text(call.inputs)
-        inputs = bind_prompts(model, call.inputs, call.tokenizer, call.others)
+        bound = model, call.inputs, call.others
+        inputs = bind_prompts(*bound, call.tokenizer) if has_texts else bind_inputs(*bound)
         returned = {"return_dict_in_generate": True} if has_texts or call.trace is not None else {}
         with explain_pipeline() if is_method else nullcontext():
             call = call.merged(model, **returned)

@@ -116,9 +116,11 @@ class GenerateCall(Call):
         except BaseException:
             self.cancel()
             raise
-        events = [finished[request] for request in self.request_ids]
-        self.results = [event.hypotheses for event in events]
-        return self._build_output(self.result_cache(events))
+        events: list[Finished] = []
+        for request in self.request_ids:
+            events.append(finished[request])
+            self.results.append(finished[request].hypotheses)
+        return self._build_output(self.result_cache(events) if self.returns_cache else None)
 
     def _start_streamer(self, streamer: Any) -> _StreamerFeed:
         """Give a streamer the prompts; the feed of its tokens."""

@@ -140,7 +140,7 @@ def _prepare_decoder_only(
         return _prepare_embeddings(ids, embeds, given.get("attention_mask"), traits)
     ids = _validate_ids("input_ids", ids, traits.num_prompt_ids)
     mask = _infer_mask(given.get("attention_mask"), ids, config)
-    inputs: list[dict[str, Any]] = [{} for _ in ids]
+    inputs: list[dict[str, Any]] = [{} for _ in range(len(ids))]
     if media:
         inputs = split_by_prompt(media, ids, mask, traits.placeholder_tokens, len(ids))
     return _pack_left(ids, ids, mask, inputs)
@@ -400,7 +400,7 @@ def encode_texts(name: str, inputs: Any, tokenizer: Any) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def bind_prompts(model: Any, inputs: Any, tokenizer: Any, others: Mapping[str, Any]) -> dict[str, Any]:
+def bind_prompts(model: Any, inputs: Any, others: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """The model's inputs, with `inputs` encoded or under the name that the model uses."""
     if not is_text(inputs):
         return bind_inputs(model, inputs, others)

@@ -108,7 +108,7 @@ class Stream:
         self._lock = threading.Lock()
         self._rank_group: RankGroup | None = self.session.rank_group
         with torch.no_grad():
-            call.admit(bind_prompts(model, inputs, options.tokenizer, others))
+            call.admit(bind_prompts(model, inputs, others, options.tokenizer))
         has_tokenizer = options.tokenizer is not None
         self._prompt_streams = {
             request: _PromptStream(index, config, partial(call.detokenizer, index) if has_tokenizer else None)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, overload
 from descant.config import hub
 from descant.config.cache_config import CacheConfig
 from descant.config.explainer import EXPLAINER
-from descant.config.fields import Field, FrozenMap, RedactedMap, thaw
+from descant.config.fields import EMPTY_MAP, Field, FrozenMap, RedactedMap, thaw
 from descant.config.parameters import DEFAULT_NEW_TOKENS, GROUPS, STEP_OUTPUT_FIELDS, Parameters
 from descant.config.registry import (
     FIELDS,
@@ -201,7 +201,8 @@ class GenerationConfig(Parameters):
         config = cls.__new__(cls)
         for name in _SETTINGS_FIELDS & values.keys():  # their objects can be changed in place
             values[name] = copy(values[name])
-        config._set_state(values, sources, FrozenMap(extra), unused or FrozenMap())
+        kept = extra if type(extra) is FrozenMap else FrozenMap(extra)
+        config._set_state(values, sources, kept, EMPTY_MAP if unused is None else unused)
         return config
 
     # -- dicts and files

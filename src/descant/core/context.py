@@ -151,9 +151,11 @@ def _value_type(values: Sequence[Any]) -> type:
 
 def _make_column(values: Sequence[Any]) -> Tensor | ObjectArray:
     """The column of a parameter that is no number; None where a row does not use it."""
-    first = next(value for value in values if value is not None)
+    first = values[0]
+    if first is None:
+        first = next(value for value in values if value is not None)
     if isinstance(first, list):
-        if len(values) == 1 and all(type(part) is int for part in first):
+        if len(values) == 1 and set(map(type, first)) <= {int}:
             return torch.tensor([first or [-1]], dtype=torch.long)
         if all(value is first or value == first for value in values):  # most often one config for all
             block = _stack_blocks([_to_block(first)])

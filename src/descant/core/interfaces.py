@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -327,7 +328,7 @@ class ModelTraits:
     unused_inputs: frozenset[str] = frozenset()  # inputs that are accepted and have no effect
     config_inputs: frozenset[str] = frozenset()  # inputs that a generation config may hold
 
-    @property
+    @cached_property
     def num_prompt_ids(self) -> int:
         """The number of ids that a prompt may hold; placeholders of media may be beyond the vocabulary."""
         return max(
@@ -336,7 +337,7 @@ class ModelTraits:
             *(token + 1 for token in self.placeholder_tokens.values()),
         )
 
-    @property
+    @cached_property
     def supports_custom_mask(self) -> bool:
         """Whether it accepts a custom attention mask, so that ragged rows can share a forward."""
         return (
@@ -516,7 +517,7 @@ class Strategy(Protocol):
         ...
 
 
-_NO_DRAFTS = Proposal()
+NO_DRAFTS = Proposal()
 
 
 class StrategyDefaults:
@@ -532,7 +533,7 @@ class StrategyDefaults:
 
     def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
         """No drafts."""
-        return _NO_DRAFTS
+        return NO_DRAFTS
 
     def _to_host(self, scores: Tensor, tokens: Tensor) -> tuple[Array, Array]:
         """Scores [N, S] and tokens or indices [N, T] on the host, the same on all ranks."""

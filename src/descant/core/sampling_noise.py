@@ -63,8 +63,7 @@ class SamplingNoise:
     that a row's noise does not depend on when its neighbours end; transformers does the same.
     """
 
-    def __init__(self) -> None:
-        self.num_rows = 0  # rows of the call that draws from torch's generator
+    num_rows = 0  # rows of the call that draws from torch's generator
 
     def draw_at(self, rows: Rows, row: Tensor, index: Tensor) -> Tensor | None:
         """The variables of `draw` at these rows and indices [K] (host); None: one is of torch's generator."""

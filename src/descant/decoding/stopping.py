@@ -419,19 +419,11 @@ class StopChecker:
         if self._terms is not None and self._terms.version == rows.version:
             return self._terms
         params = row_params(rows)
-        last_length, eos, stops, deadline = (
-            params[name].numpy() for name in ("last_length", "eos_token_ids", "stop_token_ids", "deadline")
-        )
-        criteria_ids = params["criteria_id"].numpy()
-        criteria = {id(criterion): criterion for group in self.criteria.values() for criterion in group}
-        self._batches = {key: batches for key, batches in self._batches.items() if key in criteria}
-        masks = {
-            name: np.isin(
-                criteria_ids,
-                [key for key, group in self.criteria.items() if any(criterion is other for other in group)],
-            )
-            for name, criterion in criteria.items()
-        }
+        last_length, deadline = params["last_length"].numpy(), params["deadline"].numpy()
+        eos, stops = params["eos_token_ids"].numpy(), params["stop_token_ids"].numpy()
+        criteria, strings, regexes = self.criteria, self.string_matchers, self.regex_stops
+        if not criteria:
+            self._batches.clear()
         self._terms = _StopTerms(
             rows.version,
             last_length,
@@ -440,11 +432,23 @@ class StopChecker:
             eos if bool((eos >= 0).any()) else None,
             stops if bool((stops >= 0).any()) else None,
             deadline if bool(np.isfinite(deadline).any()) else None,
-            _rows_by_entry(self.string_matchers, params["stop_strings_id"].numpy()),
-            _rows_by_entry(self.regex_stops, params["stop_regex_id"].numpy()),
-            [(criteria[name], mask) for name, mask in masks.items() if mask.any()],
+            _rows_by_entry(strings, params["stop_strings_id"].numpy()) if strings else (),
+            _rows_by_entry(regexes, params["stop_regex_id"].numpy()) if regexes else (),
+            self._rows_by_criterion(params["criteria_id"].numpy()) if criteria else (),
         )
         return self._terms
+
+    def _rows_by_criterion(self, criteria_ids: Array) -> list[tuple[Criterion, Array]]:
+        """Return the criteria of the rows, each with its row mask."""
+        criteria = {id(criterion): criterion for group in self.criteria.values() for criterion in group}
+        self._batches = {key: batches for key, batches in self._batches.items() if key in criteria}
+        found = []
+        for criterion in criteria.values():
+            keys = [key for key, group in self.criteria.items() if any(criterion is one for one in group)]
+            row_mask = np.isin(criteria_ids, keys)
+            if row_mask.any():
+                found.append((criterion, row_mask))
+        return found
 
 
 def _advance_states(matcher: StopStringMatcher, row_mask: Array, tokens: Array, state: Array) -> None:

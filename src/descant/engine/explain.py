@@ -22,9 +22,10 @@ from descant.engine.planning.planner import (
     DecodingPlan,
     as_model,
     choose_cache,
+    has_own_length,
     make_plan,
+    strategy_name,
 )
-from descant.engine.planning.strategy_choice import has_own_length, strategy_name
 from descant.errors import MissingExtra, RowError, format_value
 from descant.models.fast_paths import fast_paths
 from descant.trace.records import RequestRecord

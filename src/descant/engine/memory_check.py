@@ -23,7 +23,7 @@ from descant.engine.planning.cache_factory import (
 )
 from descant.engine.planning.planner import DecodingPlan
 from descant.errors import NotEnoughMemory, format_bytes
-from descant.kv_cache.row_views import unwrap_cache
+from descant.kv_cache.row_views import RowView, unwrap_cache
 from descant.kv_cache.stores.block_store import HeadSize, Workload
 from descant.kv_cache.stores.dense import OffloadedStore, StaticStore
 from descant.kv_cache.stores.quantized import QuantizedStore
@@ -182,26 +182,26 @@ def check_kv_fits(
     if traits.needs_own_cache or traits.cache_type != "kv":
         return 0
     token_bytes = _bytes_per_token(model, network)
-    store = _innermost(cache)
+    store: Any = _innermost(cache) if isinstance(cache, RowView) else cache
     if isinstance(store, StaticStore):
         _check_preallocated(model, store, kind, new, token_bytes)
         return 0
     # Rows are expected to end within the context length, also where the limit is higher.
     context_length = traits.context_length
-    if context_length is not None:
-        new = [
-            (plan, length, max(min(limit, context_length - offset), length + 1), offset)
-            for plan, length, limit, offset in new
-        ]
     growth = num_others
     if running is not None:
         growth += num_growing_positions(model, cache, name, running)
-    total = sum([_num_rows(plan) * (limit + offset) for plan, _, limit, offset in new])
+    total, expected = 0, []
+    for plan, length, limit, offset in new:
+        if context_length is not None:
+            limit = max(min(limit, context_length - offset), length + 1)
+        expected.append((plan, length, limit, offset))
+        total += plan.num_fed_rows * (limit + offset)
     num_new = total if store.grows else 0
     if token_bytes is None or (total + growth) * token_bytes < _MIN_CHECKED_BYTES:
         return num_new
     shape = kv_shape_of(network)
-    workloads = _workloads(new, store.is_padded)
+    workloads = _workloads(expected, store.is_padded)
     costs = [
         cache_cost(kind, cache_request(model, plan.config, kind, workload), workload, shape)
         for plan, workload in workloads
@@ -225,7 +225,7 @@ def _check_preallocated(
     model: Model, store: StaticStore, kind: str, new: Sequence[NewRequest], token_bytes: int | None
 ) -> None:
     """Raise for a cache of fixed size whose blocks do not fit: their size does not depend on the requests."""
-    slots = store.block_slots(len(store) + sum(_num_rows(plan) for plan, *_ in new))
+    slots = store.block_slots(len(store) + sum(plan.num_fed_rows for plan, *_ in new))
     if token_bytes is None or slots * token_bytes < _MIN_CHECKED_BYTES:
         return
     shape = kv_shape_of(model.network)
@@ -269,10 +269,6 @@ def _check_fits(
         f"{hint}{advice}"
     )
     raise NotEnoughMemory(message, need, free, tuple(fitting))
-
-
-def _num_rows(plan: DecodingPlan) -> int:
-    return workload_of([plan], [1], [1]).num_fed
 
 
 def _bytes_per_token(model: Model, network: Any) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from descant.core.interfaces import ModelTraits, RankGroup
 from descant.core.records import Hypothesis, Logprobs, Tokens
 from descant.engine.request import Request
-from descant.errors import DescantError, SessionBusy
+from descant.errors import DescantError, RowError, SessionBusy, printable
 from descant.kv_cache.prefix_cache import PrefixReport
 from descant.kv_cache.row_views import CachedRow
 from descant.trace.records import TraceRecord
@@ -33,6 +33,7 @@ __all__ = [
     "Tokens",
     "TraceRecords",
     "is_engine",
+    "request_error",
     "single_entry",
     "token_logprobs",
 ]
@@ -57,6 +58,16 @@ class Failed:
 
     request: int
     error: DescantError
+
+
+def request_error(request: int, cause: Exception) -> RowError:
+    """The error of a request whose own code, or whose forward, has raised `cause`."""
+    if isinstance(cause, RowError):
+        return cause
+    text = str(cause) if isinstance(cause, DescantError) else printable(cause)
+    error = RowError(f"{type(cause).__name__}: {text} (request {request})", request)
+    error.__cause__ = cause
+    return error
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
-from itertools import compress, count
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count, islice
 from math import isfinite
 from typing import Any
 from zlib import crc32
@@ -14,23 +15,33 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import ModelTraits, PromptChunk, RankGroup, RowCache
-from descant.core.records import Observation, Selection
+from descant.core.records import Hypothesis, Observation, Selection
 from descant.core.sampling_noise import SamplingNoise
+from descant.decoding.processors.grammar import GRAMMAR_PARAM
+from descant.engine.explain import no_candidates_error
 from descant.engine.planning.cache_factory import CacheKey
-from descant.engine.protocol import Engine, Event, Failed, Finished, Report, Tokens, single_entry
-from descant.engine.request import Request
+from descant.engine.protocol import (
+    Engine,
+    Event,
+    Failed,
+    Finished,
+    Report,
+    Tokens,
+    request_error,
+    single_entry,
+)
+from descant.engine.request import Admission, Request, ResolvedRequest
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.scheduling.plan import ScheduledRequest
 from descant.engine.scheduling.scheduled_requests import ScheduledRequests, limit_forced_drafts
-from descant.engine.step.faults import drop_tokens
-from descant.engine.tables.admission import Admission, ResolvedRequest
+from descant.engine.step.strategy_group import drop_tokens
 from descant.engine.tables.prefix_reuse import CachedPrefix, PrefixReuse
-from descant.engine.tables.request_endings import RequestEndings
 from descant.engine.tables.running_requests import RunningRequests
 from descant.engine.tables.table import Table
 from descant.engine.tables.table_set import Placement, TableSet
-from descant.errors import DescantError, InputError
+from descant.errors import ConfigError, DescantError, InputError, RowError
 from descant.kv_cache.prefix_cache import PrefixCache
+from descant.kv_cache.row_views import CachedRow
 from descant.kv_cache.stores.paged import PagedStore
 from descant.models.forward.no_cache import NoCache, RecomputeModel
 from descant.models.model_adapter import as_model
@@ -69,19 +80,26 @@ class Session:
         self.model: Any = as_model(model, states)
         if isinstance(cache, NoCache):
             self.model = RecomputeModel(self.model)
+        self.traits: ModelTraits = self.model.traits
+        self.device: torch.device = self.model.device  # of its prompts
         self.steps = 0
         self._busy_thread: int | None = None
         self._requested_states = tuple(states)
         self._output_states = set(states)
         self._prefix_cache = prefix_cache
         self._rank_group: RankGroup | None = self.model.rank_group
-        self._admission = Admission(model, self.model)
+        self._admission = Admission(model, self.model, prefix_cache is not None)
         self._noise = SamplingNoise()
         if scheduler is not None:
             _check_scheduler(scheduler, self._rank_group, self.model.traits)
         self._is_pool_limited = scheduler is not None and scheduler.num_blocks is not None
         if cache is None and scheduler is not None and self._is_pool_limited:
             cache = _pooled_cache(self.model.traits, scheduler)
+        if prefix_cache is not None:
+            prefix_cache.bind_model(self.model if self.model.network is None else self.model.network)
+        self._make_reuse = partial(
+            PrefixReuse, self.model, prefix_cache, is_pool_limited=self._is_pool_limited
+        )
         self._tables = TableSet(self.model, cache, self._make_table)
         self._scheduled = (
             None
@@ -90,7 +108,7 @@ class Session:
         )
         self._table_of: dict[int, Table] = {}  # by running request
         self.beam_requests: set[int] = set()  # running ones whose tokens come only at their end
-        self._endings = RequestEndings(self._tables, self._tracer)
+        self._endings: dict[int, _EndingRequest] = {}  # requests that have ended and are not released yet
         self._ended_now: list[int] = []  # requests that ended in this step
         self._undelivered: list[Event] = []  # events that `step` has not returned yet
         self._request_ids = count()
@@ -103,20 +121,7 @@ class Session:
     def _make_table(self, cache: RowCache, key: CacheKey | None) -> Table:
         """An empty table with that cache."""
         running = RunningRequests(self.model.device, self._rank_group, self._tracer, self._noise)
-        prefix_reuse = PrefixReuse(self.model, self._prefix_cache, is_pool_limited=self._is_pool_limited)
-        return Table(self.model, cache, running, prefix_reuse, key=key, tracer=self._tracer)
-
-    @property
-    def traits(self) -> ModelTraits:
-        """The traits of its model."""
-        traits: ModelTraits = self.model.traits
-        return traits
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its prompts."""
-        device: torch.device = self.model.device
-        return device
+        return Table(self.model, cache, running, self._make_reuse, key=key, tracer=self._tracer)
 
     @property
     def rank_group(self) -> RankGroup | None:
@@ -201,10 +206,10 @@ class Session:
         self._tables.check(placements)
         if self._prefix_cache is not None:
             self._prefix_cache.drop_stale()
-        prefixes = [placement.cached_prefixes() for placement in placements]
+        prefixes = list(map(Placement.cached_prefixes, placements))
         if self._rank_group is not None:
             self._check_ranks(self._rank_group, resolved, placements)
-        request_ids = numbers or [next(self._request_ids) for _ in requests]
+        request_ids = numbers or list(islice(self._request_ids, len(requests)))
         self._join(request_ids, placements, prefixes)
         noise = self._tables.default.running.noise
         noise.num_rows = noise_rows or noise.num_rows
@@ -220,13 +225,15 @@ class Session:
         with ExitStack() as undo:  # whatever is raised, nothing of these requests stays
             undo.callback(self._update_output_states)
             for placement, found in zip(placements, prefixes, strict=True):
-                own = [request_ids[index] for index in placement.indices]
+                own: list[int] = []
                 table = placement.table
                 self._tables.add(placement, undo)
                 undo.callback(self._forget, own)
-                self._table_of.update(dict.fromkeys(own, table))
-                beams = [one.plan.is_final_at_end for one in placement.resolved]
-                self.beam_requests.update(compress(own, beams))
+                for index, one in zip(placement.indices, placement.resolved, strict=True):
+                    own.append(request_ids[index])
+                    self._table_of[request_ids[index]] = table
+                    if one.plan.is_final_at_end:
+                        self.beam_requests.add(request_ids[index])
                 table.admit(own, placement.resolved, found, undo)
             self._update_output_states()
             undo.pop_all()
@@ -241,7 +248,7 @@ class Session:
         placements = self._tables.place(limit_forced_drafts(resolved, scheduled.config))
         for placement in placements:
             placement.check()
-        request_ids = request_ids or [next(self._request_ids) for _ in resolved]
+        request_ids = request_ids or list(islice(self._request_ids, len(resolved)))
         scheduled.add(request_ids, placements)
         return list(request_ids)
 
@@ -255,7 +262,7 @@ class Session:
         """Advance every row by one step; return what happened."""
         if self._rank_group is not None and self.rows:
             self._rank_group.raise_if_failed()
-        if self._endings.requests:  # an interrupt came before they were released
+        if self._endings:  # an interrupt came before they were released
             self._end_requests()
         with nullcontext(()) if self._scheduled is None else self._turn(self._scheduled) as chunks:
             if self._tracer is not None:
@@ -305,7 +312,8 @@ class Session:
                 and bool((table.rows.request == request_id).any())
             ):
                 table.park(request_id)
-            self._endings.fail(table, request_id, cause)
+            event = Failed(request_id, request_error(request_id, cause))  # its rows have left its table
+            self._endings[request_id] = _EndingRequest(table, event=event)
             scheduled.forget(request_id)
         self._end_requests()
 
@@ -364,7 +372,9 @@ class Session:
 
     def _update_output_states(self) -> None:
         """Have the model return the states that any running request needs."""
-        needed = set(self._requested_states).union(*[table.required_states for table in self._tables])
+        needed = set(self._requested_states)
+        for table in self._tables:
+            needed |= table.required_states
         if needed != self._output_states:
             self._output_states = needed
             self.apply_output_states()
@@ -395,24 +405,109 @@ class Session:
                     emitted = drop_tokens(emitted, self.beam_requests)
                 if emitted is not None:
                     self._undelivered.append(emitted)
-                if selection.failed or selection.finished:
+                for request in selection.failed:
                     has_ended = True
-                    self._endings.add(table, selection)
+                    self._endings[request] = _EndingRequest(table, True, request in selection.nonfinite)
+                for request in selection.finished:
+                    has_ended = True
+                    self._endings[request] = _EndingRequest(table)
         if has_ended:
             self._end_requests()
 
     def _end_requests(self) -> None:
-        """Release the requests that have ended, and keep their events."""
-        for event in self._endings.release():
-            self._forget([event.request])
+        """Release the requests that have ended, those with an error of their own included; keep their events.
+
+        An interrupt while one is released does no harm: the next call goes on with it.
+        """
+        for table in self._tables:
+            for request in table.running.errors or ():
+                self._endings.setdefault(request, _EndingRequest(table))
+        if not self._endings:
+            return
+        for request, ending in list(self._endings.items()):
+            own_table = ending.table
+            if ending.event is None:
+                assert own_table is not None
+                ending.event = _last_event(own_table, request, ending)
+            if own_table is not None and request in own_table.running.requests:
+                try:
+                    own_table.release(request, drop=isinstance(ending.event, Failed))
+                except Exception as raised:  # its own code
+                    if isinstance(ending.event, Finished):
+                        ending.event = Failed(request, request_error(request, raised))
+            event = ending.event
+            self._forget([request])
             self._undelivered.append(event)
-            self._ended_now.append(event.request)
+            self._ended_now.append(request)
+            del self._endings[request]
+            if self._tracer is not None and own_table is not None:
+                if isinstance(event, Finished):
+                    self._tracer.record_result(request, event.hypotheses)
+                else:
+                    self._tracer.record_error(request, str(event.error))
+        self._tables.drop_empty()
 
     def _forget(self, requests: Sequence[int]) -> None:
         """Drop the tables of requests that are not running any more."""
         for request in requests:
             self._table_of.pop(request, None)
             self.beam_requests.discard(request)
+
+
+@dataclass
+class _EndingRequest:
+    """A request that has ended and is to be released."""
+
+    table: Table | None  # None: it has not joined one
+    no_candidates: bool = False  # it failed because a row had no candidate
+    nonfinite: bool = False  # ... as the model's own logits were not finite
+    event: Finished | Failed | None = None
+
+
+def _last_event(table: Table, request: int, ending: _EndingRequest) -> Finished | Failed:
+    """The last event of a request."""
+    running = table.running.requests[request]
+    cause = (table.running.errors or {}).get(request)
+    if cause is not None:
+        return Failed(request, request_error(request, cause))
+    pool = running.method_params.get(GRAMMAR_PARAM)
+    if ending.no_candidates and pool is not None and pool.failure is not None:
+        must = f"`grammar` must stay within the bounds of {pool.grammar.backend.name}"
+        return Failed(request, RowError(f"{must}, got {pool.failure} (request {request})", request))
+    if ending.no_candidates:
+        error = no_candidates_error(
+            request, running.plan, running.has_own_processors, nonfinite=ending.nonfinite
+        )
+        return Failed(request, error)
+    try:
+        return _finish(table, request)
+    except Exception as raised:  # a strategy from outside
+        return Failed(request, request_error(request, raised))
+
+
+def _finish(table: Table, request: int) -> Finished | Failed:
+    """A request's sequences: as many as it asked for, or all where its recipe says how many there are."""
+    running = table.running.requests[request]
+    sequences = running.strategy.finish(request)
+    for sequence in sequences:
+        if not isinstance(sequence, Hypothesis):
+            raise InputError("finish", "of a strategy must return a list of `Hypothesis`", sequences)
+    config, wanted = running.plan.config, running.plan.config.num_return_sequences
+    if running.plan.has_open_count:
+        if sequences and config.source("num_return_sequences") == "default":
+            wanted = len(sequences)
+        elif len(sequences) < wanted:
+            must = f"must be at most the {len(sequences)} sequences that the recipe has found"
+            raise ConfigError("num_return_sequences", must, wanted, "leave it out for all of them")
+    elif len(sequences) < wanted:
+        # Beam search may find fewer when all other continuations were ruled out.
+        got = f"{len(sequences)} sequences of {wanted}"
+        return Failed(request, no_candidates_error(request, running.plan, running.has_own_processors, got))
+    table.record_finished(request, sequences)
+    cached: tuple[CachedRow, ...] = ()
+    if running.resolved.uses_prefix_reuse:
+        cached = table.prefix_reuse.collect_finished(request, sequences[:wanted])
+    return Finished(request, sequences[:wanted], cached, cached_tokens=running.resolved.cached_tokens)
 
 
 def _check_scheduler(scheduler: Any, rank_group: RankGroup | None, traits: ModelTraits) -> None:

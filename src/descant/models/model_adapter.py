@@ -13,7 +13,7 @@ from descant.kv_cache.row_views import MultiModelCache
 from descant.models.aligned_sound import AlignedSoundModel, is_aligned_sound
 from descant.models.audio.latents import LatentModel, is_latent_model
 from descant.models.audio.whisper import is_whisper
-from descant.models.fast.products import drop_stale_products
+from descant.models.fast.products import PRODUCTS, drop_stale_products
 from descant.models.transformers_model import TransformersModel
 from descant.models.wrapping.wrapped_model import unwrap_model
 
@@ -83,5 +83,6 @@ def as_model(model: Any, states: Sequence[str] = ()) -> Any:
 
 def adapter_of(model: PreTrainedModel, states: Sequence[str] = ()) -> TransformersModel:
     """A model behind the Model interface, with these further outputs."""
-    drop_stale_products(model)
+    if PRODUCTS:
+        drop_stale_products(model)
     return (AlignedSoundModel if model_kind(model) == "aligned sound" else TransformersModel)(model, states)

@@ -156,6 +156,8 @@ class TransformersModel:
     @torch.no_grad()
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
         """Store the inputs of new requests besides tokens, and run the encoder on them in batches."""
+        if not inputs and self.encoder is None:
+            return
         if ADAPTER_NAME_KEY in inputs:
             self._adapters.add_requests(requests, inputs[ADAPTER_NAME_KEY])
             inputs = {name: values for name, values in inputs.items() if name != ADAPTER_NAME_KEY}
@@ -172,8 +174,10 @@ class TransformersModel:
         """Drop the inputs of finished requests."""
         if self.encoder is not None:
             self.encoder.remove_requests(requests)
-        self._request_inputs.remove_requests(requests)
-        self._adapters.remove_requests(requests)
+        if self._request_inputs:
+            self._request_inputs.remove_requests(requests)
+        if self._adapters.in_use:
+            self._adapters.remove_requests(requests)
         for request in requests:
             self._prompt_embeds.pop(request, None)
 

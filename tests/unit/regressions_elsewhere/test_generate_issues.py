@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from descant import (
     Session,
     Tokens,
 )
-from descant.core.interfaces import ModelTraits
 from descant.core.records import ForwardOutput
 from descant.testing import outcomes
 from tests.reference.parity.compare import batch
@@ -43,7 +43,7 @@ class Script(Chain):
 
     def __init__(self, scripts, vocabulary):
         super().__init__(torch.zeros(1, 1, vocabulary))
-        self.traits = ModelTraits(**{**vars(self.traits), "vocab_size": vocabulary})
+        self.traits = replace(self.traits, vocab_size=vocabulary)
         self.scripts, self.vocabulary = scripts, vocabulary
 
     def forward(self, rows, proposal, cache):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -68,25 +69,28 @@ class Sampling(StrategyDefaults):
             index = torch.from_numpy(emitting)
             parent_rows = index if parents is None else parents[index]
             emitted = Tokens(rows.request[index], rows.slot[index], host[index], parent_rows)
-        index_of = {row: index for index, row in enumerate(emitting.tolist())}
+        index_of = dict(zip(emitting.tolist(), count()))
+        ended: dict[int, Hypothesis] = {}
+        finished_sequences = []
+        for row, hypothesis in finished:
+            ended[index_of[row]] = hypothesis
+            finished_sequences.append((row if parents is None else int(parents[row]), hypothesis))
         kept_rows = torch.from_numpy(np.flatnonzero(~removed))
         return Selection(
             index_rows(tokens, kept_rows),
             kept_rows if parents is None else parents[kept_rows],
             slot=rows.slot[kept_rows],
-            emitted=emitted._replace(finished={index_of[row]: hypothesis for row, hypothesis in finished}),
+            emitted=emitted._replace(finished=ended),
             finished=finished_requests(rows, removed, failed),
             failed=failed,
             host_tokens=host[kept_rows],
-            finished_sequences=[
-                (row if parents is None else int(parents[row]), hypothesis) for row, hypothesis in finished
-            ],
+            finished_sequences=finished_sequences,
         )
 
     def finish(self, request: int) -> list[Hypothesis]:
         """The request's sequences, ordered by slot."""
         done = self._done.pop(request, {})
-        return [done[slot] for slot in sorted(done)]
+        return list(map(done.__getitem__, sorted(done)))
 
     def drop(self, request: int) -> None:
         """Discard a request."""
@@ -195,10 +199,14 @@ class Sampling(StrategyDefaults):
     ) -> list[tuple[int, Hypothesis]]:
         """Record the rows that ended [R]: (row, hypothesis) pairs."""
         index = np.flatnonzero(ended)
-        row_reasons = [next(name for name, mask in reasons if mask[row]) for row in index.tolist()]
-        return self._record_finished(
-            rows, index, [tokens[row : row + 1] for row in index.tolist()], row_reasons
-        )
+        last_tokens, row_reasons = [], []
+        for row in index.tolist():
+            last_tokens.append(tokens[row : row + 1])
+            for name, mask in reasons:
+                if mask[row]:
+                    row_reasons.append(name)
+                    break
+        return self._record_finished(rows, index, last_tokens, row_reasons)
 
     def _record_finished(
         self, rows: Rows, index: Array, last_tokens: Sequence[Tensor], reasons: Sequence[str | None]

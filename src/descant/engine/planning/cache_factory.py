@@ -325,8 +325,7 @@ def default_cache(request: CacheRequest, shared: int) -> RowCache:
         return RecurrentStateCache(traits.cache_argument)
     width = traits.embedding_size
     is_large = shared >= _MIN_SHARED_POSITIONS if width is None else shared * width >= _MIN_SHARED_READ
-    can_share = unshareable_reason(traits) is None
-    return PagedStore() if can_share and is_large else DenseStore(_num_fed(request))
+    return PagedStore() if is_large and unshareable_reason(traits) is None else DenseStore(_num_fed(request))
 
 
 def choose_cache(model: Model, configs: Sequence[GenerationConfig], num_slots: int, shared: int) -> RowCache:

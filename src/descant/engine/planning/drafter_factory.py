@@ -26,7 +26,7 @@ _DRAFT_MODEL_FIELDS: Final = ("num_assistant_tokens", "assistant_confidence_thre
 USER_DRAFTER: Final = ("own",)  # how the key of a drafter begins that is the user's object
 _MAX_FORCED_TOKENS: Final = 32  # that a grammar drafts at once
 # Fields of which each drafter has one at least.
-_DRAFT_FIELDS: Final = {name for name, one in FIELDS.items() if one.group == "speculation"} | {"grammar"}
+DRAFT_FIELDS: Final = {name for name, one in FIELDS.items() if one.group == "speculation"} | {"grammar"}
 _CROSS_TOKENIZER_FIELDS: Final = ("assistant_lookbehind", "target_lookbehind")
 
 
@@ -75,7 +75,7 @@ LOOKUPS: Final = (
 def drafter_spec(config: GenerationConfig, target: Model, given: DraftInputs) -> DrafterSpec | None:
     """The drafter that a config or a request's inputs select; None: no drafting."""
     brings_none = given.requested_by is None and given.assistant_tokenizer is None
-    if brings_none and config.given.isdisjoint(_DRAFT_FIELDS):  # most requests
+    if brings_none and config.given.isdisjoint(DRAFT_FIELDS):  # most requests
         return None
     _check_unused_options(config, given)
     other = _make_other_spec(config, target, given)

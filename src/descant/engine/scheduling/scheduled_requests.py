@@ -19,6 +19,7 @@ from descant.core.records import Proposal, RequestFault
 from descant.core.rows import Rows
 from descant.decoding.guidance import NEGATIVE_PROMPT_KEY
 from descant.engine.planning.drafter_factory import LOOKUPS
+from descant.engine.request import ResolvedRequest, with_drawn_seed
 from descant.engine.scheduling.ageing_scheduler import AgeingScheduler
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.scheduling.plan import (
@@ -29,8 +30,7 @@ from descant.engine.scheduling.plan import (
     StepPlan,
     StepReport,
 )
-from descant.engine.step.faults import forward_or_fault
-from descant.engine.tables.admission import ResolvedRequest, with_drawn_seed
+from descant.engine.step.step import forward_or_fault
 from descant.engine.tables.prefix_reuse import CachedPrefix
 from descant.engine.tables.prompt_reader import PromptReader, ReadRows, common_length
 from descant.engine.tables.table import Table
@@ -114,19 +114,13 @@ def limit_forced_drafts(
 def _with_possible_drafts(one: ResolvedRequest, limit: int | None) -> ResolvedRequest:
     """The request; with fewer drafts if only its grammar drafts and a step of `limit` tokens has no room."""
     plan, request = one.plan, one.request
-    drafts, rows = int(plan.method_params.get("draft_tokens", 0)), _num_fed_rows(one)
+    drafts, rows = int(plan.method_params.get("draft_tokens", 0)), plan.num_fed_rows
     given = [request.assistant_model, plan.recipe]
     given += [getattr(plan.config, name) for name in DRAFTER_FIELDS]
     if limit is None or not rows <= limit < rows * (1 + drafts) or any(value is not None for value in given):
         return one
     params = {**plan.method_params, "draft_tokens": limit // rows - 1}
     return one._replace(plan=replace(plan, method_params=params))
-
-
-def _num_fed_rows(one: ResolvedRequest) -> int:
-    """The rows that a step feeds for a request, unconditional ones included."""
-    rows = one.plan.num_rows * one.plan.strategy.num_candidates
-    return rows * 2 if "guidance" in one.plan.wrappers else rows
 
 
 def _most_drafts(one: ResolvedRequest, config: SchedulerConfig, rows: int) -> int:
@@ -171,7 +165,7 @@ def request_demand(
     positions = len(one.prompt) + one.offset
     max_row_tokens, paged = max(one.max_slots, positions), isinstance(store, PagedStore)
     shares_again = rows == 1 or not paged or reads_in_chunks(traits, store)
-    rows = _num_fed_rows(one)
+    rows = plan.num_fed_rows
     if not paged:  # a recurrent state does not grow
         fixed_blocks += rows * (1 if traits.cache_type == "recurrent" else config.blocks_of(max_row_tokens))
     drafts = _most_drafts(one, config, rows)

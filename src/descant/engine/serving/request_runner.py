@@ -28,13 +28,13 @@ from descant.engine.protocol import (
     RequestEvent,
     TraceRecords,
     is_engine,
+    request_error,
     token_logprobs,
 )
 from descant.engine.request import MERGED, Request
 from descant.engine.scheduling.config import SchedulerConfig, check_count
 from descant.engine.serving.metrics import Histogram
 from descant.engine.session import Session
-from descant.engine.step.faults import request_error
 from descant.errors import EngineFull, InputError
 from descant.models.forward.no_cache import NoCache
 from descant.recipes.recipe import Recipe

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from descant.core.interfaces import Model, PromptChunk, RowCache
-from descant.core.records import Hypothesis, Observation, Proposal, Selection
+from descant.core.records import ForwardOutput, Hypothesis, Observation, Proposal, RequestFault, Selection
 from descant.core.rows import Rows, index_rows, stable_row_order, take_rows
-from descant.engine.step.faults import Probe, check_logits, retry_forward
 from descant.engine.step.group_merge import merge_proposals, merge_selections, slice_group
 from descant.engine.step.strategy_group import StrategyGroup
+from descant.errors import InputError
+from descant.kv_cache.row_views import row_subset
 
 Observe = Callable[[Observation], None]
 Capture = Callable[[Rows, Sequence[tuple[int, Hypothesis]], Tensor], None]
+Probe = Callable[[Rows, Proposal, RowCache], object]
 
 
 class StepHooks(NamedTuple):
@@ -73,7 +75,7 @@ def run_step(
             selections.append(selection)
             observations.append(observation)
         selection = selections[0] if len(groups) == 1 else merge_selections(fed, groups, selections)
-        if selection.parents is not None:
+        if selection.parents is not None and len(selection.parents) > 0:
             selection = _minimise_moves(selection, selection.parents, len(fed))
         if hooks.observe is not None:
             for observation in observations:
@@ -153,3 +155,53 @@ def _append_tokens(rows: Rows, proposal: Proposal, selection: Selection) -> Rows
     cached = next_rows.position + selection.emit_mode.clamp(max=0)
     length = next_rows.length + selection.emit_mode.clamp(min=0)
     return next_rows.append(selection.tokens[:, None], length, cached_length=cached, **fields)
+
+
+# ------------------------------------------------------------------------ forwards that raise
+def forward_or_fault(
+    model: Model, probe: Probe, rows: Rows, proposal: Proposal, cache: RowCache, **chunks: Any
+) -> ForwardOutput:
+    """The output of a forward; raises `RequestFault` for the requests that break it."""
+    try:
+        return check_logits(model.forward(rows, proposal, cache, **chunks), rows, proposal)
+    except Exception:
+        return retry_forward(model, probe, rows, proposal, cache)
+
+
+def retry_forward(
+    model: Model, probe: Probe, rows: Rows, proposal: Proposal, cache: RowCache
+) -> ForwardOutput:
+    """The output of a forward that has raised: a fault that does not come back is none.
+
+    A forward writes only slots that no commit has accepted, so it can be repeated. `probe` feeds the rows of
+    one request alone.
+    """
+    try:
+        return check_logits(model.forward(rows, proposal, cache), rows, proposal)
+    except Exception as error:
+        raise RequestFault(_find_culprits(probe, rows, proposal, cache, error)) from error
+
+
+def check_logits(output: ForwardOutput, rows: Rows, proposal: Proposal) -> ForwardOutput:
+    """The output of a forward; raises if its logits do not have the shape that the proposal asks for."""
+    lines = 1 if proposal.drafts is None else proposal.drafts.shape[1] + 1
+    if output.logits.shape[:-1] != (rows.length.shape[0], lines):
+        must = f"of a forward must have the shape [{len(rows)}, {lines}, V]"
+        raise InputError("logits", must, output.logits)
+    return output
+
+
+def _find_culprits(
+    probe: Probe, rows: Rows, proposal: Proposal, cache: RowCache, error: Exception
+) -> dict[int, Exception]:
+    """The requests whose forward raises by itself, each with its error; else the youngest request."""
+    requests = sorted(set(rows.request.tolist()))
+    culprits: dict[int, Exception] = {}
+    for request in requests if len(requests) > 1 else ():
+        index = (rows.request == request).nonzero().squeeze(1)
+        try:
+            probe(rows.take(index), proposal.take(index), row_subset(cache, index))
+        except Exception as own:
+            culprits[request] = own
+    # If only the whole batch fails, for want of memory for one, it gets smaller until it does not.
+    return culprits or {requests[-1]: error}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,20 +12,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from descant.core.context import Context
+from descant.core.context import Context, row_params
 from descant.core.interfaces import (
+    NO_DRAFTS,
+    Array,
     DraftContext,
     Processor,
     RowCache,
     StatefulProcessor,
     StepObserver,
     Strategy,
+    StrategyDefaults,
 )
-from descant.core.records import ForwardOutput, Observation, ProcessorTrace, Proposal, RequestFault, Selection
+from descant.core.records import (
+    ForwardOutput,
+    Observation,
+    ProcessorTrace,
+    Proposal,
+    RequestFault,
+    Selection,
+    Tokens,
+)
 from descant.core.rows import Column, Rows, concat_columns, index_rows, take_rows
 from descant.decoding.processors.base import CallableProcessor
-from descant.engine.step.faults import check_proposal, check_selection, drop_requests
-from descant.errors import InputError
+from descant.errors import InputError, format_value
 
 Preview = Callable[[Observation], None]
 ProcessorRows = tuple[Processor, Tensor | None]  # with the group's rows that use it (host); None: all
@@ -62,16 +73,22 @@ class StrategyGroup:
     errors: dict[int, Exception] | None = None  # by request; None: errors of processors are raised
     # Of the strategy's state outside its columns; None: it has none.
     checkpoint: Callable[[], Callable[[], None]] | None = field(init=False)
+    _proposes: bool = field(init=False)
     _is_processed: bool = field(init=False)  # else there are none, or the strategy runs them itself
     _pending_states: list[_PendingState] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # A group is made whenever the table changes, and `isinstance` of a protocol is slow.
         self.checkpoint = getattr(self.strategy, "checkpoint", None)
+        # Most strategies draft nothing, and keep what the defaults propose.
+        propose = getattr(self.strategy, "propose", None)
+        self._proposes = getattr(propose, "__func__", None) is not StrategyDefaults.propose
         self._is_processed = len(self.processors) > 0 and not self.strategy.has_groups
 
     def propose(self, rows: Rows, cache: RowCache) -> Proposal:
         """The proposal of the group's strategy for its rows."""
+        if not self._proposes:
+            return NO_DRAFTS
         try:
             proposal = self.strategy.propose(rows, DraftContext(self.process_draft_logits, cache, self.index))
             if proposal.drafts is not None or proposal.parents is not None:
@@ -320,3 +337,90 @@ def _write_rows(
     source = torch.arange(count)
     source[index] = count + torch.arange(len(index))
     return take_rows(concat_columns(column, values), source)
+
+
+# ------------------------------------------------------------------------ what a strategy returns
+def check_proposal(proposal: Proposal, rows: Rows) -> None:
+    """Raise for a proposal that does not fit the rows."""
+    parents, drafts, counts, num_rows = proposal.parents, proposal.drafts, proposal.num_drafts, len(rows)
+    if parents is not None:
+        values, num_rows = parents.numpy(), len(parents)
+        if not set(range(len(rows))) == set(values.tolist()):
+            raise InputError("parents", f"of a proposal must hold every row (0 to {len(rows) - 1})", parents)
+    if drafts is None:
+        return
+    if drafts.ndim != 2 or len(drafts) != num_rows or drafts.is_floating_point():
+        raise InputError("drafts", f"must be token ids [{num_rows}, K]", drafts)
+    if counts is not None and (
+        len(counts) != num_rows or not 0 <= counts.numpy().min() <= counts.numpy().max() <= drafts.shape[1]
+    ):
+        raise InputError("num_drafts", f"must be from 0 to {drafts.shape[1]} for {num_rows} rows", counts)
+
+
+def check_selection(selection: Selection, rows: Rows) -> None:
+    """Raise for a selection that does not fit the fed rows, or has more rows of a request than planned."""
+    tokens, parents, num_rows = selection.tokens, selection.parents, len(rows)
+    if parents is None and tokens.shape == (num_rows,):
+        return
+    if tokens.ndim != 1:
+        raise InputError("tokens", "of a selection must be a tensor [R']", tokens)
+    if parents is None:
+        raise InputError("tokens", f"of a selection must have one entry per row ({num_rows})", tokens)
+    values = parents.numpy()
+    if len(values) != len(tokens) or (len(values) and not 0 <= values.min() <= values.max() < num_rows):
+        must = f"of a selection must hold a fed row (0 to {num_rows - 1}) for each of {len(tokens)} tokens"
+        raise InputError("parents", must, format_value(parents))
+    limits = row_params(rows).values.get("max_rows")
+    if isinstance(limits, Tensor):  # a recipe chooses
+        counts = Counter(rows.request[parents].tolist())
+        for request, limit in zip(rows.request.tolist(), limits.tolist(), strict=True):
+            if 0 <= limit < counts[request]:
+                must = f"must be the most rows that the strategy has for a request, it is {limit}"
+                do = 'have its `params` return it, as `{"max_rows": 4}`'
+                raise RequestFault({request: InputError("max_rows", must, counts[request], do)})
+
+
+def drop_requests(selection: Selection, rows: Rows, dropped: Collection[int]) -> Selection:
+    """A selection of the fed rows without these requests."""
+    parents = torch.arange(len(rows)) if selection.parents is None else selection.parents
+    index = _remaining(rows.request[parents], dropped)
+    fields: dict[str, Any] = {
+        name: [request for request in getattr(selection, name) if request not in dropped]
+        for name in ("finished", "failed")
+    }
+    for name in ("tokens", "accepted", "slot", "emit_mode", "host_tokens"):
+        value = getattr(selection, name)
+        if isinstance(value, Tensor):
+            fields[name] = index_rows(value, index)
+    ended = [entry for entry in selection.finished_sequences if int(rows.request[entry[0]]) not in dropped]
+    return selection._replace(
+        parents=parents[index],
+        columns={name: take_rows(value, index) for name, value in selection.columns.items()},
+        emitted=drop_tokens(selection.emitted, dropped),
+        finished_sequences=ended,
+        **fields,
+    )
+
+
+def drop_tokens(emitted: Tokens | None, dropped: Collection[int]) -> Tokens | None:
+    """The emitted tokens without those of these requests; None: none is left."""
+    if emitted is None or not dropped:
+        return emitted
+    index = _remaining(emitted.request, dropped)
+    if len(index) == len(emitted.request):
+        return emitted
+    if not len(index):
+        return None
+    columns: dict[str, Any] = {"row": index}
+    for name, value in emitted._asdict().items():
+        if isinstance(value, Tensor):
+            columns[name] = value[index]
+    new_index = {old: new for new, old in enumerate(index.tolist())}
+    finished = {new_index[old]: each for old, each in emitted.finished.items() if old in new_index}
+    return emitted._replace(finished=finished, **columns)
+
+
+def _remaining(requests: Tensor, dropped: Collection[int]) -> Tensor:
+    """The indices of the entries [N] (host) that belong to other requests."""
+    is_dropped: Array = np.isin(requests.numpy(), list(dropped))
+    return torch.from_numpy(np.flatnonzero(~is_dropped))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,6 +126,9 @@ class CachedPrefix(NamedTuple):
     length: int = 0
 
 
+NO_PREFIX: Final = CachedPrefix()
+
+
 class _PrefixKey(NamedTuple):
     """The key of a request in the prefix cache."""
 
@@ -149,8 +152,6 @@ class PrefixReuse:
         self._unpublished: set[int] = set()  # those of them that are not prefilled yet
         self._is_checked = False  # whether the model has been compared since the last step
         self._chunk_sizes: dict[int, int] = {}  # requests with chunked prefill
-        if prefix_cache is not None:
-            prefix_cache.bind_model(model if model.network is None else model.network)
 
     @property
     def is_used(self) -> bool:

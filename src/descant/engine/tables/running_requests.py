@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from operator import itemgetter
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from descant.core.context import RowParams, row_params
-from descant.core.interfaces import Drafter, Processor, RankGroup, StepObserver, Strategy
+from descant.core.interfaces import Processor, RankGroup, StepObserver, Strategy
 from descant.core.records import ProcessorTrace
 from descant.core.rows import Column, Rows, new_rows_column
 from descant.core.sampling_noise import SamplingNoise
@@ -22,10 +23,16 @@ from descant.decoding.processors.base import as_processor
 from descant.decoding.processors.grammar import GrammarLogitsProcessor
 from descant.decoding.stopping import StopChecker
 from descant.engine.planning.planner import DecodingPlan, RowIds
-from descant.engine.request import TEXT_FIELDS, Request, TextMatchers, build_text_matchers
+from descant.engine.request import (
+    TEXT_FIELDS,
+    Request,
+    ResolvedRequest,
+    TextMatchers,
+    build_text_matchers,
+    draw_seed,
+)
 from descant.engine.step.logprobs import LogprobsRecorder
 from descant.engine.step.strategy_group import StrategyGroup, as_stateful
-from descant.engine.tables.admission import ResolvedRequest, draw_seed
 from descant.errors import InputError
 from descant.trace.tracer import Tracer
 
@@ -52,9 +59,7 @@ class RefCountedRegistry(Generic[Item]):
         return number
 
     def release(self, number: int) -> None:
-        """Drop a reference; the last one removes the item. -1 refers to nothing."""
-        if number < 0:
-            return
+        """Drop a reference; the last one removes the item."""
         self._refcounts[number] -= 1
         if not self._refcounts[number]:
             del self.items[number], self._refcounts[number], self._ids[self._keys.pop(number)]
@@ -75,11 +80,6 @@ class RunningRequest:
     strategy: Strategy
     ids: RowIds
     method_params: Mapping[str, Any]
-
-    @property
-    def drafter(self) -> Drafter | None:
-        """The drafter of its tokens."""
-        return self.strategy.drafter
 
     @property
     def has_own_processors(self) -> bool:
@@ -156,10 +156,17 @@ class RunningRequests:
         finally:
             self.keep_strategies(num_strategies)
 
-    def prepare(self, resolved: ResolvedRequest) -> PreparedRequest:
-        """Check a request and build its strategy, processors and stop conditions, without registering it."""
+    def prepare(self, resolved: ResolvedRequest, num_cached: int = 0) -> PreparedRequest:
+        """Check a request and build its strategy, processors and stop conditions, without registering it.
+
+        `num_cached` tokens of its prompt are in a cache.
+        """
         request, plan = resolved.request, resolved.plan
-        strategy = self._strategy_of(plan)
+        key = plan.strategy.key
+        if key not in self.strategies:  # built for the first request
+            self.strategies[key] = plan.strategy.make(self.noise, self.stop_checker, self.rank_group)
+            self.strategy_order.append(self.strategies[key])
+        strategy = self.strategies[key]
         given, recipe = list(request.logits_processor), plan.recipe
         if recipe is not None and recipe.kind == "processor":
             given.append(recipe.processor)
@@ -167,8 +174,10 @@ class RunningRequests:
         texts = _NO_TEXTS
         if not plan.config.given.isdisjoint(TEXT_FIELDS):
             texts = build_text_matchers(request, plan.config)
-        if plan.max_rewind is None:
+        if plan.strategy.traits.max_rewind is None:
             _check_stateless(chain, plan)
+        if resolved.cached_tokens is None:
+            resolved = resolved._replace(cached_tokens=num_cached)
         return PreparedRequest(resolved, strategy, chain, texts)
 
     def add(self, request_id: int, prepared: PreparedRequest, is_encoder_decoder: bool) -> RunningRequest:
@@ -212,7 +221,8 @@ class RunningRequests:
                 acquired[name] = -1 if item is None else self.registries[name].acquire(key, item)
         except BaseException:
             for name, item_id in acquired.items():
-                self.registries[name].release(item_id)
+                if item_id >= 0:
+                    self.registries[name].release(item_id)
             raise
         return acquired
 
@@ -222,14 +232,6 @@ class RunningRequests:
         ids = set(map(id, kept))
         self.strategies = {key: strategy for key, strategy in self.strategies.items() if id(strategy) in ids}
         self.strategy_order = kept
-
-    def _strategy_of(self, plan: DecodingPlan) -> Strategy:
-        """The strategy of a plan, built for its first request."""
-        key = plan.strategy.key
-        if key not in self.strategies:
-            self.strategies[key] = plan.strategy.make(self.noise, self.stop_checker, self.rank_group)
-            self.strategy_order.append(self.strategies[key])
-        return self.strategies[key]
 
     def _build_chain(self, plan: DecodingPlan, given: Sequence[Any]) -> ProcessorChain:
         """A request's processors in order: those of its plan and, at their positions, the user's.
@@ -276,11 +278,13 @@ class RunningRequests:
         if self.errors is not None:
             self.errors.pop(request_id, None)
         for name, registry in self.registries.items():
-            registry.release(getattr(running.ids, name))
+            number = getattr(running.ids, name)
+            if number >= 0:
+                registry.release(number)
         if not self.requests:
             self._groups = None  # it refers to the objects of the last requests
-        if running.drafter is not None:
-            running.drafter.remove_requests([request_id])
+        if running.strategy.drafter is not None:
+            running.strategy.drafter.remove_requests([request_id])
 
     def processors(self, request_id: int) -> list[Processor]:
         """The processors of a running request in order."""
@@ -303,7 +307,9 @@ class RunningRequests:
                     columns[name] = new_rows_column(value, count, self._device)
         if self.stop_checker.string_matchers:
             columns[self.stop_checker.state_column] = self._stop_string_states(count, params, prompts)
-        num_logprobs = max([request.plan.params.logprobs for request in self.requests.values()], default=-1)
+        num_logprobs = -1
+        for running in self.requests.values():
+            num_logprobs = max(num_logprobs, running.plan.params.logprobs)
         if num_logprobs >= 0:
             recorder = self.logprobs_recorder
             columns[recorder.column_name] = recorder.new_column(count, num_logprobs, self._device)
@@ -347,7 +353,8 @@ class RunningRequests:
             for position, processor in self.processor_chains.items[chain_id]:
                 users.setdefault((position, id(processor)), (processor, []))[1].append(chain_id)
         result: list[tuple[Processor, Tensor | None]] = []
-        for _, (processor, chains) in sorted(users.items(), key=lambda entry: entry[0][0]):
+        for key in sorted(users, key=itemgetter(0)):
+            processor, chains = users[key]
             uses = np.isin(ids, chains)
             result.append((processor, None if uses.all() else torch.from_numpy(np.flatnonzero(uses))))
         return result
@@ -371,9 +378,10 @@ def _draw_seeds(resolved: ResolvedRequest, chain: ProcessorChain) -> tuple[int, 
     if seed < 0 and resolved.request._call.noise_row < 0 and plan.config.do_sample:
         # An unseeded request outside a batch gets a random seed, so that it does not depend on the others.
         seed = draw_seed()
-    if not any(getattr(processor, "is_random", False) for _, processor in chain):
-        return seed, None
-    return seed, seed if seed >= 0 else draw_seed()
+    for _, processor in chain:
+        if getattr(processor, "is_random", False):
+            return seed, seed if seed >= 0 else draw_seed()
+    return seed, None
 
 
 def _batch_place(request_id: int, request: Request, plan: DecodingPlan) -> dict[str, int]:

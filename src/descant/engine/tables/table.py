@@ -20,10 +20,9 @@ from descant.core.rows import Rows, index_rows, stable_row_order
 from descant.decoding.strategies.backtracking import pending_tokens_of
 from descant.engine.explain import request_record
 from descant.engine.planning.cache_factory import CacheKey
-from descant.engine.planning.planner import WRAPPERS, DecodingPlan
-from descant.engine.step.faults import check_logits, forward_or_fault
-from descant.engine.step.step import Observe, StepHooks, run_step
-from descant.engine.tables.admission import ResolvedRequest
+from descant.engine.planning.planner import WRAPPERS
+from descant.engine.request import ResolvedRequest
+from descant.engine.step.step import Observe, StepHooks, check_logits, forward_or_fault, run_step
 from descant.engine.tables.prefix_reuse import CachedPrefix, PrefixReuse
 from descant.engine.tables.prompt_reader import ReadRows
 from descant.engine.tables.running_requests import RunningRequests
@@ -36,12 +35,14 @@ _MAX_NEW_TOKENS_ALLOCATED: Final = 256  # columns of the token table beyond the 
 
 def new_rows(running: RunningRequests, request_ids: Sequence[int], device: torch.device) -> Rows:
     """One row for each of these running requests: its prompt, nothing of it cached."""
-    resolved = [running.requests[request_id].resolved for request_id in request_ids]
-    prompts = [one.prompt for one in resolved]
-    length = torch.tensor([prompt.shape[0] for prompt in prompts])
-    params = RowParams(
-        columns_from_rows([running.requests[request_id].row_values() for request_id in request_ids])
-    )
+    prompts, lengths, offsets, values = [], [], [], []
+    for request_id in request_ids:
+        one = running.requests[request_id]
+        prompts.append(one.resolved.prompt)
+        lengths.append(one.resolved.prompt.shape[0])
+        offsets.append(one.resolved.offset)
+        values.append(one.row_values())
+    length, params = torch.tensor(lengths), RowParams(columns_from_rows(values))
     max_new = int((params["max_length"] - length).max())
     width = int(length.max()) + min(max_new, _MAX_NEW_TOKENS_ALLOCATED)
     if len(set(map(attrgetter("device"), prompts))) > 1:
@@ -54,7 +55,7 @@ def new_rows(running: RunningRequests, request_ids: Sequence[int], device: torch
         tokens,
         length=length,
         cached_length=zeros,
-        offset=torch.tensor([one.offset for one in resolved]),
+        offset=torch.tensor(offsets),
         prompt_length=length.clone(),
         request=torch.tensor(request_ids),
         slot=zeros.clone(),
@@ -123,17 +124,18 @@ class WrapperChain:
             cache = wrapper.wrap_cache(cache)
         return cache
 
-    def add(self, plans: Sequence[DecodingPlan], cache: RowCache, undo: ExitStack) -> RowCache:
-        """Add the wrappers that these plans need; the cache as they need it. `undo` removes them again."""
+    def add(self, resolved: Sequence[ResolvedRequest], cache: RowCache, undo: ExitStack) -> RowCache:
+        """Add the wrappers that requests need; the cache as they need it. `undo` removes them again."""
         names: set[str] = set()
-        for plan in plans:
-            names.update(plan.wrappers)
+        for one in resolved:
+            names.update(one.plan.wrappers)
         if names <= self.wrappers.keys():
             return cache
         factories = dict(self._factories)
-        for plan in plans:
-            if plan.recipe is not None and plan.recipe.kind == "wrapper":
-                factories.setdefault(plan.recipe.row_flag, plan.recipe.build)
+        for one in resolved:
+            recipe = one.plan.recipe
+            if recipe is not None and recipe.kind == "wrapper":
+                factories.setdefault(recipe.row_flag, recipe.build)
         # A constructor may raise anything, so the chain changes only once all wrappers are built.
         wrappers: dict[str, Wrapper] = {}
         inner = self.base
@@ -186,7 +188,7 @@ class Table:
         model: Any,
         cache: RowCache,
         running: RunningRequests,
-        prefix_reuse: PrefixReuse,
+        make_reuse: Callable[[], PrefixReuse],
         *,
         key: CacheKey | None = None,
         tracer: Tracer | None = None,
@@ -194,7 +196,9 @@ class Table:
         self.cache, self.key = cache, key
         self.cache_name = None if key is None else key.name  # the name by which it was requested
         self.rows: Rows | None = None
-        self.running, self.prefix_reuse = running, prefix_reuse
+        self.running = running
+        self._make_reuse = make_reuse
+        self._reuse: PrefixReuse | None = None  # made for the first request that uses it
         self._chain = WrapperChain(model)
         self._tracer = tracer
         self._model_in_use: Any = model  # with the wrappers that the rows of a version use
@@ -208,6 +212,13 @@ class Table:
     def model(self) -> Any:
         """The model with the wrappers of its requests."""
         return self._chain.model
+
+    @property
+    def prefix_reuse(self) -> PrefixReuse:
+        """What its requests reuse of each other's keys and values, and of those of others."""
+        if self._reuse is None:
+            self._reuse = self._make_reuse()
+        return self._reuse
 
     @property
     def wrappers(self) -> Mapping[str, Wrapper]:
@@ -240,36 +251,36 @@ class Table:
     ) -> None:
         """Add requests, each with one row; `undo` restores the table as it was, whatever has been done."""
         undo.callback(self._restore, self.cache, self.rows)
-        resolved = [
-            one._replace(cached_tokens=prefix.length) if one.cached_tokens is None else one
-            for one, prefix in zip(resolved, prefixes, strict=True)
-        ]
-        self.cache = self._chain.add([one.plan for one in resolved], self.cache, undo)
+        self.cache = self._chain.add(resolved, self.cache, undo)
         undo.callback(self.running.keep_strategies, len(self.running.strategy_order))
-        prepared = [self.running.prepare(one) for one in resolved]
+        prepared, inputs, lengths = [], [], []
+        for one, prefix in zip(resolved, prefixes, strict=True):
+            prepared.append(self.running.prepare(one, prefix.length))
+            inputs.append(one.inputs)
+            lengths.append(prefix.length)
         for request_id in request_ids:
             undo.callback(self.release, request_id)
-        inputs = [one.inputs for one in resolved]
         names = dict.fromkeys(chain.from_iterable(inputs))
-        self.model.add_requests(request_ids, {name: [given.get(name) for given in inputs] for name in names})
+        model = self._chain.model
+        model.add_requests(request_ids, {name: [given.get(name) for given in inputs] for name in names})
         for request_id, checked in zip(request_ids, prepared, strict=True):
-            running = self.running.add(request_id, checked, self.model.traits.is_encoder_decoder)
-            if running.drafter is not None:
+            running = self.running.add(request_id, checked, model.traits.is_encoder_decoder)
+            if running.strategy.drafter is not None:
                 own = {name: [value] for name, value in running.resolved.request.inputs.items()}
-                running.drafter.add_requests([request_id], own)
+                running.strategy.drafter.add_requests([request_id], own)
         if self.running.rank_group is not None:
             self.running.sync_processor_seeds(request_ids)
         for request_id, one in zip(request_ids, resolved, strict=True):
-            self.prefix_reuse.add(request_id, one.request, one.plan, one.prompt, self.cache)
-        rows = new_rows(self.running, request_ids, self.model.device)
+            if one.uses_prefix_reuse:
+                self.prefix_reuse.add(request_id, one.request, one.plan, one.prompt, self.cache)
+        rows = new_rows(self.running, request_ids, model.device)
         if self._tracer is not None:
             roots = []
             for request_id, one in zip(request_ids, resolved, strict=True):
                 undo.callback(self._tracer.record_error, request_id, "refused")
                 roots.append(self._trace_request(self._tracer, request_id, one))
             rows = rows.replace(columns={**rows.columns, self._tracer.column_name: torch.tensor(roots)})
-        cached_length = torch.tensor([one.length for one in prefixes])
-        self._append_rows(rows.replace(cached_length=cached_length), prefixes, undo)
+        self._append_rows(rows.replace(cached_length=torch.tensor(lengths)), prefixes, undo)
 
     def cancel(self, request_id: int) -> None:
         """Remove a running request and free its rows."""
@@ -289,7 +300,8 @@ class Table:
                 parts.callback(self.running.remove, request_id)
                 if drop:
                     parts.callback(running.strategy.drop, request_id)
-            parts.callback(self.prefix_reuse.remove, request_id)
+            if self._reuse is not None:
+                parts.callback(self._reuse.remove, request_id)
 
     def record_finished(self, request_id: int, sequences: Sequence[Hypothesis]) -> None:
         """Tell a model whose rows depend on each other how a request has ended."""
@@ -346,7 +358,8 @@ class Table:
         A request whose own code raises leaves the table; its error is in `running.errors`. The forward feeds
         the chunks of prompts that no other has fed, if the model can.
         """
-        running, reuse, base = self.running, self.prefix_reuse, self._chain.base
+        running, base = self.running, self._chain.base
+        reuse = None if self._reuse is None or not self._reuse.is_used else self._reuse
         # A request that shares a row of the network with others cannot be fed alone: errors are raised.
         is_alone = running.errors is not None and not base.traits.ties_requests
         probe = self._probe if is_alone else None
@@ -354,12 +367,11 @@ class Table:
         while self.rows is not None and self.rows.length.shape[0]:
             noted = dict(running.errors or ())
             try:
-                is_reused = reuse.is_used
-                if is_reused:
+                if reuse is not None:
                     forward = base.forward if probe is None else partial(forward_or_fault, base, probe)
                     for rows in reuse.prefill_chunks(forward, self.cache, self.rows):
                         self.rows = rows
-                finished_kv = reuse.finished_kv if is_reused else None
+                finished_kv = None if reuse is None else reuse.finished_kv
                 capture = None if finished_kv is None else partial(finished_kv.capture, self.cache)
                 if self._model_version != self.rows.version:
                     self._choose_model()
@@ -387,7 +399,7 @@ class Table:
                     running.errors.clear()
                     running.errors.update(noted)
                 raise
-            if is_reused:
+            if reuse is not None:
                 reuse.publish_prompts(self.cache, self.rows)
             return selections
         return []
@@ -434,7 +446,7 @@ class Table:
         """Append new rows to the table, whose rows get the columns that only the new ones bring."""
         old = self.rows if len(self) else None
         rows = new if old is None else join_rows(self.running, old, new)
-        cached_rows = [prefix.cached_row for prefix in prefixes]
+        cached_rows = list(map(attrgetter("cached_row"), prefixes))
         lengths = _NO_ROWS if old is None else old.cached_length
         undo.callback(lambda: self.cache.commit(torch.arange(len(lengths)), lengths))  # the first rows alone
         if any(cached_rows):
@@ -448,6 +460,6 @@ class Table:
         """Record a request; the id of the node of its prompt."""
         wrappers = [type(self._chain.wrappers[name]).__name__ for name in resolved.plan.wrappers]
         names = (*wrappers, *map(processor_name, self.running.processors(request_id)))
-        drafter = self.running.requests[request_id].drafter
+        drafter = self.running.requests[request_id].strategy.drafter
         record = request_record(request_id, resolved.prompt.tolist(), resolved.plan, names, drafter)
         return tracer.add_request(record, " and ".join(wrappers) or type(self.model).__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 
 from descant.core.interfaces import RowCache
@@ -20,8 +20,8 @@ from descant.engine.planning.cache_factory import (
 )
 from descant.engine.planning.drafter_factory import USER_DRAFTER
 from descant.engine.planning.planner import choose_cache, validate_cache
-from descant.engine.tables.admission import ResolvedRequest
-from descant.engine.tables.prefix_reuse import CachedPrefix, as_cached_row, empty_cache_like
+from descant.engine.request import ResolvedRequest
+from descant.engine.tables.prefix_reuse import NO_PREFIX, CachedPrefix, as_cached_row, empty_cache_like
 from descant.engine.tables.table import Table
 from descant.errors import ConfigError, InputError
 from descant.kv_cache.row_views import is_lossless
@@ -29,6 +29,8 @@ from descant.models.forward.no_cache import NoCache
 
 # Caches that give every position back as it was written: a request that names one may choose the default.
 _DEFAULT_KEYS: Final = frozenset(map(CacheKey, CACHE_NAMES.values()))
+
+_max_slots = attrgetter("max_slots")
 
 TableFactory = Callable[[RowCache, CacheKey | None], Table]
 
@@ -56,15 +58,22 @@ class Placement:
 
     def check_cache(self) -> None:
         """Raise for a request that cannot run on the cache."""
-        max_slots = max([one.max_slots for one in self.resolved])
+        max_slots = max(map(_max_slots, self.resolved))
         for one in self.resolved:
-            self.table.prefix_reuse.check(one.request, one.plan, one.prompt, self.cache)
+            if one.uses_prefix_reuse:
+                self.table.prefix_reuse.check(one.request, one.plan, one.prompt, self.cache)
             validate_cache(one.plan, self.cache, self.cache_name, max_slots)
 
     def cached_prefixes(self, *, is_counted: bool = True) -> list[CachedPrefix]:
         """The cached prefix of each new row; call `check` first. Statistics count it if `is_counted`."""
-        lookup = partial(self.table.prefix_reuse.lookup, is_counted=is_counted)
-        return [lookup(one.request, one.plan, one.prompt, self.cache) for one in self.resolved]
+        prefixes = []
+        for one in self.resolved:
+            prefix = NO_PREFIX
+            if one.uses_prefix_reuse:
+                given = one.request, one.plan, one.prompt, self.cache
+                prefix = self.table.prefix_reuse.lookup(*given, is_counted=is_counted)
+            prefixes.append(prefix)
+        return prefixes
 
 
 class TableSet:
@@ -120,8 +129,8 @@ class TableSet:
             groups.setdefault(None if key == named else key, []).append(index)
         placements = []
         for group_key, indices in groups.items():
-            own = tuple([resolved[index] for index in indices])
-            num_slots = max([one.max_slots for one in own])
+            own = tuple(map(resolved.__getitem__, indices))
+            num_slots = max(map(_max_slots, own))
             table, cache, name = (
                 self._default_place(own, num_slots)
                 if group_key is None
@@ -136,14 +145,11 @@ class TableSet:
 
     def check(self, placements: Sequence[Placement]) -> None:
         """Raise for requests that cannot run on their cache, or whose keys and values do not fit."""
-        drafted = [
-            (one, placement.table)
-            for placement in placements
-            for one in placement.resolved
-            if one.plan.strategy.settings == USER_DRAFTER
-        ]
-        if drafted:
-            self._check_drafters(drafted)
+        owners: dict[object, Table] = {}  # of the users' drafters
+        for placement in placements:
+            for one in placement.resolved:
+                if one.plan.strategy.settings == USER_DRAFTER:
+                    self._check_drafter(one, placement.table, owners)
         num_others = 0  # positions that earlier placements may still add
         for placement in placements:
             placement.check_cache()
@@ -151,34 +157,28 @@ class TableSet:
                 (one.plan, len(one.prompt), one.prompt_params.max_length, one.offset)
                 for one in placement.resolved
             ]
-            others = sum(
-                [
-                    num_growing_positions(self._model, table.cache, table.cache_name, table.rows)
-                    for table in self._tables
-                    if table is not placement.table and table.rows is not None
-                ]
-            )
+            others = num_others
+            for table in self._tables:
+                if table is not placement.table and table.rows is not None:
+                    others += num_growing_positions(self._model, table.cache, table.cache_name, table.rows)
             num_others += check_kv_fits(
                 self._model,
                 placement.cache,
                 placement.cache_name,
                 new,
                 placement.table.rows,
-                num_others=num_others + others,
+                num_others=others,
             )
 
-    def _check_drafters(self, new: Sequence[tuple[ResolvedRequest, Table]]) -> None:
+    def _check_drafter(self, one: ResolvedRequest, table: Table, owners: dict[object, Table]) -> None:
         """Raise for a user's drafter that would draft for two tables: it follows the rows of one."""
-        owners = {
-            running.plan.strategy.key: table
-            for table in self._tables
-            for running in table.running.requests.values()
-        }
-        for one, table in new:
-            if owners.setdefault(one.plan.strategy.key, table) is not table:
-                must = "must not be a drafter that drafts for requests on another cache"
-                drafter = one.request.assistant_model
-                raise InputError("assistant_model", must, drafter, "use a drafter for each cache")
+        for other in self._tables if not owners else ():
+            for running in other.running.requests.values():
+                owners[running.plan.strategy.key] = other
+        if owners.setdefault(one.plan.strategy.key, table) is not table:
+            must = "must not be a drafter that drafts for requests on another cache"
+            drafter = one.request.assistant_model
+            raise InputError("assistant_model", must, drafter, "use a drafter for each cache")
 
     def add(self, placement: Placement, undo: ExitStack) -> None:
         """Make a placement's table and cache part of the set; `undo` removes what is new."""
@@ -241,19 +241,21 @@ class TableSet:
     ) -> tuple[Table, RowCache, str | None]:
         """The table of the default cache, the cache and its name: the first requests determine it."""
         table, model = self.default, self._model
-        configs = [one.plan.config for one in resolved]
-        named = [config for config in configs if config.cache_implementation is not None]
+        first, named, shared = resolved[0].plan.config, [], 0
+        for one in resolved:
+            shared += one.plan.shared_positions(len(one.prompt))
+            if one.plan.config.cache_implementation is not None:
+                named.append(one.plan.config)
         if self._is_chosen:
             for config in named:
                 if config.source(CACHE_FIELD) != "model":
                     choose_cache(model, [config], num_slots, 0)  # raises where the model cannot have it
             return table, table.cache, table.cache_name
-        shared = sum([one.plan.shared_positions(len(one.prompt)) for one in resolved])
-        config = (named or configs)[0]
+        config = named[0] if named else first
         cache, name = choose_cache(model, [config], num_slots, shared), cache_name(config)
         if name is None:
             for one in resolved:
-                past = empty_cache_like(one.request)
+                past = empty_cache_like(one.request) if one.uses_prefix_reuse else None
                 if past is not None:
                     return table, past, name
         return table, cache, name

@@ -17,10 +17,9 @@ from descant.core.rows import Rows, index_rows
 from descant.decoding.stopping import StopChecker
 from descant.engine.explain import no_candidates_error
 from descant.engine.planning.planner import DecodingPlan
-from descant.engine.request import MERGED, Request
-from descant.engine.step.faults import request_error
+from descant.engine.protocol import request_error
+from descant.engine.request import MERGED, Admission, Request
 from descant.engine.step.step import run_step
-from descant.engine.tables.admission import Admission
 from descant.engine.tables.running_requests import RunningRequests
 from descant.engine.tables.table import join_rows, new_rows, restored_rows
 from descant.errors import ConfigError, InputError, RowError

@@ -213,12 +213,12 @@ _MIN_NUMEL = 2**16  # of a weight: below it the product costs less than the call
 _NEEDED_LAYERS = "linear layers of float32 weights on the CPU"
 
 # Products by the address of their weight, for the operator that stands for them in compiled graphs.
-_PRODUCTS: WeakValueDictionary[int, PrepackedProduct] = WeakValueDictionary()
+PRODUCTS: WeakValueDictionary[int, PrepackedProduct] = WeakValueDictionary()
 
 
 def _prepacked_linear(vectors: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:
     """The products of layers with the same input in a compiled graph, prepacked as long as they are."""
-    product = _PRODUCTS.get(weights[0].data_ptr())
+    product = PRODUCTS.get(weights[0].data_ptr())
     if product is None:
         return plain_product(vectors, weights, bias)
     return product.multiply(vectors, weights, bias)
@@ -304,7 +304,7 @@ class PrepackedWeights(RestoredAtExit):
     def add(self, layer: nn.Linear, product: PrepackedProduct) -> None:
         """Let a layer compute its product from prepacked weights."""
         product.install()
-        _PRODUCTS[layer.weight.data_ptr()] = product
+        PRODUCTS[layer.weight.data_ptr()] = product
         self._layers.append(layer)
 
     def restore(self) -> None:
@@ -312,8 +312,8 @@ class PrepackedWeights(RestoredAtExit):
         while self._layers:
             layer = self._layers.pop()
             product = layer.__dict__.pop("forward")
-            if _PRODUCTS.get(layer.weight.data_ptr()) is product:
-                del _PRODUCTS[layer.weight.data_ptr()]
+            if PRODUCTS.get(layer.weight.data_ptr()) is product:
+                del PRODUCTS[layer.weight.data_ptr()]
 
 
 def prepack_weights(model: nn.Module) -> PrepackedWeights:
@@ -344,8 +344,6 @@ def prepack_weights(model: nn.Module) -> PrepackedWeights:
 
 def drop_stale_products(model: nn.Module) -> None:
     """Let the layers of a model use their plain weights whose prepacked ones are not current."""
-    if not _PRODUCTS:
-        return
     for layer in _linear_layers(model):
         product = layer.__dict__.get("forward")
         if isinstance(product, PrepackedProduct) and product.is_stale():
@@ -423,7 +421,7 @@ class PrepackedProduct(ReplacedForward):
         if len(weights) == 1 and self._packed is not None:
             return self._packed(vectors, weights, bias)
         if self._group is None:
-            others = [_PRODUCTS.get(weight.data_ptr()) for weight in weights]
+            others = [PRODUCTS.get(weight.data_ptr()) for weight in weights]
             if any(other is None or other._packed is None for other in others):
                 return plain_product(vectors, weights, bias)
             self._group = PackedProduct(weights, self._is_exact)

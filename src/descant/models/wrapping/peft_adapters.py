@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
@@ -19,18 +20,18 @@ BASE_MODEL: Final = "__base__"  # PEFT's name of the model without an adapter
 _UNMIXABLE_LAYERS: Final = frozenset({"MultiheadAttention", "ParamWrapper"})
 
 
+@dataclass(eq=False)
 class PeftAdapters:
     """The adapters of the running requests, applied in PEFT's own layers as a mixed batch.
 
     A request without a name has the active adapter of the model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._names: dict[int, str] = {}
-        # Whether a request names an adapter: PEFT chooses by line of a batch, and packed rows share one.
-        self.in_use = False
-        self._layers: dict[str, Any] = {}  # by path; read when the first name is checked
+    _model: nn.Module
+    # Whether a request names an adapter: PEFT chooses by line of a batch, and packed rows share one.
+    in_use: bool = False
+    _names: dict[int, str] = field(default_factory=dict)
+    _layers: dict[str, Any] = field(default_factory=dict)  # by path; read when the first name is checked
 
     def has_layer(self, module: nn.Module) -> bool:
         """Whether a module is a layer with adapters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from types import MethodType
 from typing import Any, Final
@@ -22,16 +22,12 @@ def unwrap_model(model: Any) -> Any:
     Adapters of PEFT are layers of that model, so they stay. A model of `torch.compile` runs as it was before,
     as in transformers: its graphs know no cache of Descant.
     """
-    while isinstance(model, nn.Module):
+    while isinstance(model, nn.Module) and (inner := _inner_model(model)) is not None:
         if _wrapper_kind(type(model)) == "fsdp":
-            name = type(_inner_model(model)).__name__
             raise UnsupportedModel(
-                f"{name} is inside FullyShardedDataParallel, which gathers its weights for one call: use "
-                "descant.generate or attach, or shard it with torch's fully_shard"
+                f"{type(inner).__name__} is inside FullyShardedDataParallel, which gathers its weights for "
+                "one call: use descant.generate or attach, or shard it with torch's fully_shard"
             )
-        inner = _inner_model(model)
-        if inner is None:
-            return model
         model = inner
     return model
 
@@ -49,23 +45,16 @@ def eager_call(model: Any) -> Callable[..., Any]:
 @contextmanager
 def gathered_model(model: Any) -> Iterator[Any]:
     """The transformers model inside all wrappers, with the weights that only a root of FSDP gathers."""
-    if not isinstance(model, nn.Module):
-        yield model
-        return
-    if _wrapper_kind(type(model)) == "fsdp":
-        fsdp: Any = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
-        # Wrapped layers gather their own weights; those of the root are gathered by its forward alone.
-        with (
-            fsdp.summon_full_params(model, recurse=False, writeback=False),
-            gathered_model(model.module) as inner,
-        ):
-            yield inner
-        return
-    inner_model = _inner_model(model)
+    inner_model = _inner_model(model) if isinstance(model, nn.Module) else None
     if inner_model is None:
         yield model
         return
-    with gathered_model(inner_model) as inner:
+    weights: AbstractContextManager[Any] = nullcontext()
+    if _wrapper_kind(type(model)) == "fsdp":
+        fsdp: Any = sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel
+        # Wrapped layers gather their own weights; those of the root are gathered by its forward alone.
+        weights = fsdp.summon_full_params(model, recurse=False, writeback=False)
+    with weights, gathered_model(inner_model) as inner:
         yield inner
 
 
