@@ -210,13 +210,13 @@ def check_kv_fits(
     need = sum(cost.peak_bytes for cost in known_costs) + growth * shape.bytes_per_token
     offloaded = sum(cost.offloaded_bytes for cost in known_costs)
     rows = sum(workload.num_fed for _, workload in workloads)
-    length = max(workload.final_length for _, workload in workloads)
-    limit = "max_new_tokens" if workloads[0][0].config.max_new_tokens is not None else "max_length"
+    longest = max(workload.final_length for _, workload in workloads)
+    field = "max_new_tokens" if workloads[0][0].config.max_new_tokens is not None else "max_length"
     _check_fits(
         (model, kind, workloads, shape),
         [(need, model.device), (offloaded, torch.device("cpu"))],
-        f"{rows} rows of up to {length} positions",
-        f"lower `{limit}`, the number of rows or the length of prompts",
+        f"{rows} rows of up to {longest} positions",
+        f"lower `{field}`, the number of rows or the length of prompts",
     )
     return num_new
 

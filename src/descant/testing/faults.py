@@ -202,6 +202,9 @@ class _FaultyRun:
 def _uses(table: Table, number: int, seam: str) -> bool:
     """Whether a request uses the part of the engine that a seam is a method of."""
     running = table.running.requests[number]
-    parts = [f"strategy {type(running.strategy).__name__}", f"drafter {type(running.drafter).__name__}"]
+    parts = [
+        f"strategy {type(running.strategy).__name__}",
+        f"drafter {type(running.strategy.drafter).__name__}",
+    ]
     parts += [f"wrapper {name}" for name in running.plan.wrappers]
     return seam.rpartition(".")[0] in parts

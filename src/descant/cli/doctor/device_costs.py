@@ -259,10 +259,7 @@ def _measure_steps(model: Any, case: DeviceCase) -> tuple[float, float | None, f
         for _ in range(_STEADY_STEPS):
             session.step()
         synchronize()
-    kernels = sum(
-        event.device_type == torch.autograd.DeviceType.CUDA
-        and not event.name.startswith(("Memcpy", "Memset"))
-        for event in profile.events() or ()
-    )
+    on_device = [event.name for event in profile.events() or () if "CUDA" in str(event.device_type)]
+    kernels = sum(not name.startswith(("Memcpy", "Memset")) for name in on_device)
     waits = sum("synchronizing" in str(each.message) for each in found)
     return seconds, waits / _STEADY_STEPS, kernels / _STEADY_STEPS
