@@ -80,8 +80,6 @@ class Session:
         self.model: Any = as_model(model, states)
         if isinstance(cache, NoCache):
             self.model = RecomputeModel(self.model)
-        self.traits: ModelTraits = self.model.traits
-        self.device: torch.device = self.model.device  # of its prompts
         self.steps = 0
         self._busy_thread: int | None = None
         self._requested_states = tuple(states)
@@ -122,6 +120,18 @@ class Session:
         """An empty table with that cache."""
         running = RunningRequests(self.model.device, self._rank_group, self._tracer, self._noise)
         return Table(self.model, cache, running, self._make_reuse, key=key, tracer=self._tracer)
+
+    @property
+    def traits(self) -> ModelTraits:
+        """The traits of its model."""
+        traits: ModelTraits = self.model.traits
+        return traits
+
+    @property
+    def device(self) -> torch.device:
+        """The device of its prompts."""
+        device: torch.device = self.model.device
+        return device
 
     @property
     def rank_group(self) -> RankGroup | None:
