@@ -31,7 +31,7 @@ HEAVY_FILES = frozenset({
     "test_fallback", "test_generate_issues", "test_kinds", "test_model_kinds", "test_page",
     "test_prefill", "test_quantized", "test_real", "test_replay", "test_roll_back", "test_scaffold",
     "test_scorers", "test_sink", "test_sizes", "test_speculation", "test_speculation_issues",
-    "test_support", "test_svg", "test_token_healing", "test_transformers4", "test_trust", "test_window",
+    "test_support", "test_svg", "test_token_healing", "test_trust", "test_window",
     "test_windows",
 })  # fmt: skip
 # Tests with these fixtures, or below `tests/reference`, run transformers 4.52.4.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +25,19 @@ from tests.reference.parity import compare
 from tests.reference.parity.compare import Call
 from tests.reference.parity.subjects import ragged
 from tests.reference.process.client import ReferenceClient, ReferenceFailure
-from tests.unit.decoding.processors.cases import Case
 
 SCHEMES = ("lefthash", "selfhash")
 KEYS = (1, 7_919, 2**31 + 11, 2**40 + 1, 2**63 - 1)
 TEXT = {"vocab_size": 211, "bos_token_id": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of the processor, as the reference's pipe can carry it."""
+
+    arguments: dict[str, Any]
+    input_ids: torch.Tensor  # [N, L]
+    scores: torch.Tensor  # [N, V]
 
 
 def process(reference: ReferenceClient, cases: list[Case]) -> list[torch.Tensor]:

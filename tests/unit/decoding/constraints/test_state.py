@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 
 from descant.decoding.constraints import (
     ConstraintListState,
-    DisjunctiveConstraint,
     PhrasalConstraint,
     parse_force_words,
 )
@@ -56,10 +54,10 @@ def _places(state, some):
 
 @pytest.mark.parametrize(("ordered", "gap"), WAYS)
 def test_texts_are_searched_exactly(ordered, gap):
-    """After every token of 400 texts, in each of the ways."""
+    """After every token of 150 texts, in each of the ways."""
     draw = random.Random(f"{ordered} {gap}")
     ended = 0
-    for _ in range(400):
+    for _ in range(150):
         made, choices, text = overlapping(draw)
         state = ConstraintListState(made, ordered, gap)
         check(state, choices, [], ordered, gap)
@@ -71,7 +69,7 @@ def test_texts_are_searched_exactly(ordered, gap):
             assert stepped or state.get_bank() <= before
         ended += state.completed
         assert all(one.remaining() == one.seqlen for one in made)  # what was given is not changed
-    assert 60 < ended < 390
+    assert 0.15 * 150 < ended < 0.975 * 150
 
 
 @pytest.mark.parametrize(("ordered", "gap"), WAYS)
@@ -125,62 +123,6 @@ def test_the_least_of_a_list():
     assert ConstraintListState([Often(3, 4), PhrasalConstraint([1, 2])], gap=1).min_tokens_left == 7
 
 
-def test_overlaps_meet_several():
-    state = ConstraintListState(parse_force_words([[1, 2], [2, 3], [2]]))
-    assert state.add(1) == (False, True)
-    assert state.add(2) == (True, True)
-    assert (state.unmet_indices, state.get_bank(), state.advance()) == ((1,), 2 * 2 + 1, [3])
-    assert state.add(3) == (True, True)
-    assert state.completed
-    assert [one.token_ids for one in state.complete_constraints] == [[1, 2], [2], [2, 3]]
-    assert state.add(3) == (True, False)
-    assert (state.advance(), state.get_bank(), state.min_tokens_left) == (None, 6, 0)
-
-
-def test_order_is_kept():
-    state = ConstraintListState(parse_force_words([[1, 2], [2, 3]]), ordered=True)
-    state.reset([2, 3, 1, 2, 3])
-    assert (state.unmet_indices, state.advance()) == ((1,), [2])
-    state.reset([2, 3, 1, 2, 2, 3])
-    assert state.completed
-
-
-def test_a_gap_is_kept():
-    state = ConstraintListState(parse_force_words([[1, 2], [3]]), gap=2)
-    for text, unmet in (
-        ([1, 2, 3], (1,)),
-        ([1, 2, 0, 3], (1,)),
-        ([1, 2, 0, 0, 3], ()),
-        ([1, 3, 2, 1, 2], (0,)),
-    ):
-        state.reset(text)
-        assert state.unmet_indices == unmet
-    state.reset([1, 2, 0])
-    assert (state.advance(), state.pending_constraints, state.get_bank()) == (None, [state._current[1]], 2)
-    state.add(0)
-    assert state.advance() == [3]
-
-
-def test_of_several_met_at_once_a_gap_counts_the_first_listed():
-    state = ConstraintListState(parse_force_words([[2, 3], [1, 2, 3]]), gap=1)
-    state.reset([1, 2, 3])
-    assert state.unmet_indices == (1,)
-    assert ConstraintListState(parse_force_words([[1], [1]]), gap=1).min_tokens_left == 3
-
-
-def test_the_nearest_to_its_end_is_in_progress():
-    state = ConstraintListState(parse_force_words([[1, 2, 3, 4], [2, 3, 5], [2, 6, 7]]))
-    state.reset([1, 2])
-    assert state.inprogress_constraint.token_ids == [1, 2, 3, 4]  # the first listed of three with two to go
-    assert state.advance() == [3, 6]
-    state.add(3)
-    assert state.inprogress_constraint.token_ids == [1, 2, 3, 4]
-    assert [one.token_ids for one in state.pending_constraints] == [[2, 6, 7]]
-    assert state.advance() == [4, 5]
-    state.add(5)
-    assert (state.unmet_indices, state.advance()) == ((0, 2), [2, 1])  # one that broke off comes last
-
-
 @pytest.mark.parametrize(("ordered", "gap"), WAYS)
 def test_copies_go_their_own_ways(ordered, gap):
     """A tree of copies, each fed at random times, and each at last what its own text says."""
@@ -201,23 +143,6 @@ def test_copies_go_their_own_ways(ordered, gap):
             state.reset(None)
             check(state, choices, [], ordered, gap)
         assert len(tree) > 2
-
-
-def test_a_copy_shares_what_does_not_change():
-    class Counted(PhrasalConstraint):
-        copies = 0
-
-        def copy(self, stateful=False):
-            Counted.copies += 1
-            return super().copy(stateful)
-
-    state = ConstraintListState([Counted([place, 99]) for place in range(50)])
-    Counted.copies = 0
-    copies = [state.copy() for _ in range(100)]
-    assert Counted.copies == 0
-    for copy in copies:
-        copy.add(7)
-    assert Counted.copies == 100
 
 
 def test_lists_that_are_none_are_refused():
@@ -296,17 +221,6 @@ def test_an_unsound_constraint_is_found_out():
 
     with pytest.raises(InputError, match=r"remaining\(\) of a new copy must be >= 1"):
         ConstraintListState([Done(3, 2)])
-
-
-def test_ways_of_writing_agree():
-    """A disjunction of one phrase is that phrase."""
-    draw = random.Random(5)
-    for _ in range(100):
-        phrase = [draw.randrange(2) for _ in range(draw.randint(1, 5))]
-        one, other = PhrasalConstraint(phrase), DisjunctiveConstraint([phrase])
-        for token in itertools.islice(iter(lambda: draw.randrange(2), 2), 20):
-            assert one.update(token) == other.update(token)
-            assert (one.remaining(), one.min_tokens_left) == (other.remaining(), other.min_tokens_left)
 
 
 def test_what_the_given_have_read_is_no_matter():

@@ -87,18 +87,6 @@ def test_greedy(tiny, name, scale, given):
     ]
 
 
-def test_the_scale_and_the_negative_prompt_matter(tiny):
-    """Precondition of the tests above."""
-    model, rows = tiny("llama"), rows_of(tiny("llama"))
-    found = {
-        str(call(model, rows, negatives(model) if given else None, guidance_scale=scale)[0])
-        for scale in SCALES
-        for given in (False, True)
-    }
-    assert len(found) == 2 * len(SCALES)
-    assert str(call(model, rows)[0]) not in found
-
-
 def test_unconditional_rows_belong_to_no_request(tiny, monkeypatch):
     """Side inputs of a request, such as images, do not reach its unconditional row."""
     model = tiny("llama")
@@ -117,50 +105,6 @@ def test_unconditional_rows_belong_to_no_request(tiny, monkeypatch):
     requests = fed[0]
     assert sorted(request for request in requests if request >= 0) == numbers
     assert len({request for request in requests if request < 0}) == len(numbers)
-
-
-def test_scales_and_negative_prompts_of_each_row(tiny):
-    """Scales of each row's own, one row without guidance, through a session in which only some say more."""
-    model, rows = tiny("llama"), [*rows_of(tiny("llama")), rows_of(tiny("llama"), 72)[0]]
-    scales = [1.5, -1.0, None, 3.0]
-    without = [negatives(model)[0], None, None, negatives(model, (15,))[0]]
-    session = Session(model.model)
-    numbers = session.admit(
-        *(
-            Request(
-                row,
-                GenerationConfig(
-                    max_new_tokens=NEW,
-                    eos_token_id=None,
-                    **({} if scale is None else {"guidance_scale": scale}),
-                ),
-                {} if negative is None else {"negative_prompt_ids": torch.tensor(negative)},
-            )
-            for row, scale, negative in zip(rows, scales, without, strict=True)
-        )
-    )
-    done = {}
-    while len(session):
-        for event in session.step():
-            if isinstance(event, descant.Finished):
-                done[event.request] = event.hypotheses[0].tokens.tolist()
-    for number, row, scale, negative in zip(numbers, rows, scales, without, strict=True):
-        plain = call(model, [row])[0][0]
-        assert done[number] == (plain if scale is None else greedy(model, row, negative, scale))
-
-
-def test_scales_of_each_row_in_a_call(tiny):
-    model, rows = tiny("gpt2"), rows_of(tiny("gpt2"))
-    configs = [
-        GenerationConfig(guidance_scale=scale, max_new_tokens=NEW, eos_token_id=None)
-        for scale in (2.0, 0.0, -0.5)
-    ]
-    found, _ = call(model, rows, negatives(model), generation_config=configs)
-    expected = [
-        greedy(model, row, negative, scale)
-        for row, negative, scale in zip(rows, negatives(model), (2.0, 0.0, -0.5), strict=True)
-    ]
-    assert found == expected
 
 
 @pytest.mark.ci_cases(
@@ -256,68 +200,33 @@ def test_an_encoder_has_no_guidance(tiny):
         descant.generate(t5.model, torch.tensor(rows_of(t5)[:1]), guidance_scale=2.0)
 
 
+PAIR, MASKED = torch.tensor([[3, 4]]), "negative_prompt_attention_mask"
+
+
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("ids", "fields", "message"),
     [
-        (
-            {"negative_prompt_ids": torch.tensor([[3, 4]])},
-            "`negative_prompt_ids` has no use without `guidance_scale`",
-        ),
-        (
-            {"negative_prompt_ids": torch.tensor([[3, 4]]), "guidance_scale": 1.0},
-            "`negative_prompt_ids` has no use without `guidance_scale`",
-        ),
-        (
-            {"guidance_scale": 2.0, "negative_prompt_attention_mask": torch.ones(1, 2)},
-            "`negative_prompt_attention_mask` has no use without `negative_prompt_ids`",
-        ),
-        (
-            {"guidance_scale": 2.0, "negative_prompt_ids": [[3, 4]]},
-            "`negative_prompt_ids` must be \\[batch, length\\]",
-        ),
-        (
-            {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([3, 4])},
-            "`negative_prompt_ids` must be",
-        ),
-        (
-            {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[3], [4]])},
-            "one row for each of the 1 prompts",
-        ),
-        (
-            {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[3, 500]])},
-            "must hold ids from 0 to 96",
-        ),
-        (
-            {"guidance_scale": 2.0, "negative_prompt_ids": torch.tensor([[3, -1]])},
-            "must hold ids from 0 to 96",
-        ),
-        (
-            {
-                "guidance_scale": 2.0,
-                "negative_prompt_ids": torch.tensor([[3, 4]]),
-                "negative_prompt_attention_mask": torch.zeros(1, 2),
-            },
-            "`negative_prompt_ids` must hold ids",
-        ),
-        (
-            {
-                "guidance_scale": 2.0,
-                "negative_prompt_ids": torch.tensor([[3, 4]]),
-                "negative_prompt_attention_mask": torch.ones(1, 3),
-            },
-            "`negative_prompt_attention_mask` must have the shape",
-        ),
+        (PAIR, {"guidance_scale": None}, "`negative_prompt_ids` has no use without `guidance_scale`"),
+        (PAIR, {"guidance_scale": 1.0}, "`negative_prompt_ids` has no use without `guidance_scale`"),
+        (None, {MASKED: torch.ones(1, 2)}, f"`{MASKED}` has no use without `negative_prompt_ids`"),
+        ([[3, 4]], {}, r"`negative_prompt_ids` must be \[batch, length\]"),
+        (torch.tensor([3, 4]), {}, "`negative_prompt_ids` must be"),
+        (torch.tensor([[3], [4]]), {}, "one row for each of the 1 prompts"),
+        (torch.tensor([[3, 500]]), {}, "must hold ids from 0 to 96"),
+        (torch.tensor([[3, -1]]), {}, "must hold ids from 0 to 96"),
+        (PAIR, {MASKED: torch.zeros(1, 2)}, "`negative_prompt_ids` must hold ids"),
+        (PAIR, {MASKED: torch.ones(1, 3)}, f"`{MASKED}` must have the shape"),
     ],
 )
-def test_negative_prompts_that_are_none(tiny, fields, message):
+def test_negative_prompts_that_are_none(tiny, ids, fields, message):
     llama = tiny("llama")
+    given = {
+        "guidance_scale": 2.0,
+        "max_new_tokens": 3,
+        **({} if ids is None else {"negative_prompt_ids": ids}),
+    }
     with pytest.raises(InputError, match=message):
-        descant.generate(llama.model, torch.tensor(rows_of(llama)[:1]), max_new_tokens=3, **fields)
-
-
-def test_not_with_dola(tiny):
-    with pytest.raises(ConfigError, match="`dola_layers` cannot be combined with `guidance_scale`, since"):
-        call(tiny("llama"), rows_of(tiny("llama")), guidance_scale=2.0, dola_layers="low")
+        descant.generate(llama.model, torch.tensor(rows_of(llama)[:1]), **{**given, **fields})
 
 
 def test_embeddings_need_a_negative_prompt(tiny):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -123,11 +124,9 @@ def test_the_documented_layers(count, tied, low, high):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("count", range(1, 100))
-def test_there_is_always_an_early_layer(count, tied):
-    facts = dataclasses.replace(FACTS, num_layers=count, has_tied_embeddings=tied)
-    for name in ("low", "high"):
-        layers = early_layers(name, facts)
+def test_there_is_always_an_early_layer(tied):
+    for count, name in product(range(1, 100), ("low", "high")):
+        layers = early_layers(name, dataclasses.replace(FACTS, num_layers=count, has_tied_embeddings=tied))
         assert layers
         assert layers == sorted(set(layers))
         assert all(0 <= layer < count for layer in layers)
@@ -142,12 +141,6 @@ def test_layers_by_number():
         early_layers([1, 7], facts)
     with pytest.raises(ConfigError, match=r"`dola_layers` must name a layer below the last, 6, got \[6\]"):
         early_layers([6], facts)
-
-
-def test_layers_up_to_their_number(tiny):
-    model = tiny("llama")
-    rows = rows_of(model)
-    assert call(model, rows, dola_layers=[0, 2])[0] == call(model, rows, dola_layers=[0])[0]
 
 
 # ------------------------------------------------------------------------ tokens
@@ -167,24 +160,6 @@ def test_the_farthest_layer_is_chosen_anew_at_every_place(tiny):
     row = rows_of(model)[0]
     both = greedy(model, row, [0, 1, 2])
     assert both not in [greedy(model, row, [layer]) for layer in range(3)]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_of_different_layers(tiny, name):
-    """Layers of each row's own, and one row without."""
-    model = tiny(name)
-    rows = [*rows_of(model), rows_of(model, 61)[1]]
-    wanted = ["low", [0, 1], None, "high"]
-    configs = [
-        GenerationConfig(max_new_tokens=NEW, eos_token_id=None, **({"dola_layers": one} if one else {}))
-        for one in wanted
-    ]
-    found, _ = call(model, rows, generation_config=configs, max_new_tokens=NEW)
-    for row, one, new in zip(rows, wanted, found, strict=True):
-        if one is not None:
-            assert new == greedy(model, row, named(model, one))
-        else:
-            assert new == call(model, [row])[0][0]
 
 
 def test_a_guided_neighbour_hides_no_parameter():

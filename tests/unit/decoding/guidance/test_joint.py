@@ -22,7 +22,7 @@ from descant.kv_cache.row_views import MultiModelCache
 from descant.kv_cache.stores.dense import DenseStore
 from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
 from tests.support.tiny_models import prompts
-from tests.unit.decoding.guidance.pairs import EOS, PAD, VOCAB, arch, case, logits_of, made, requests
+from tests.unit.decoding.guidance.pairs import EOS, VOCAB, arch, case, logits_of, made, requests
 
 
 def test_sessions_of_one_object_do_not_meet():
@@ -42,18 +42,6 @@ def test_sessions_of_one_object_do_not_meet():
                     ended[place] = [event.hypotheses[0].tokens.tolist()]
     assert ended == alone
     assert alone[0] != alone[1]
-
-
-def test_streaming():
-    _, whole, _, _ = case("contrastive")
-    ids = torch.tensor(prompts(arch("llama", 0), (6, 6), 24))
-    expected = descant.generate(whole, input_ids=ids, max_new_tokens=8)
-    rows: list[list[int]] = [[], []]
-    for event in descant.stream(whole, ids, max_new_tokens=8):
-        rows[event.row] += event.token_ids
-    for row, line in zip(rows, expected[:, 6:].tolist(), strict=True):
-        assert row == line[: len(row)]
-        assert set(line[len(row) :]) <= {PAD}
 
 
 # ------------------------------------------------------------------------ what is shown
@@ -110,35 +98,18 @@ def test_the_first_models_config_counts():
     ] == [5]
 
 
-class Told:
-    """How often each model is called."""
-
-    def __init__(self, *models: Any) -> None:
-        self.calls = [0] * len(models)
-        self._hooks = [
-            model.register_forward_pre_hook(lambda *_, place=place: self._count(place))
-            for place, model in enumerate(models)
-        ]
-
-    def _count(self, place: int) -> None:
-        self.calls[place] += 1
-
-    def __enter__(self) -> Told:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
 def test_every_model_is_fed_once_a_token():
     base, tuned = made("llama", 0), made("gpt2", 1)
     ids = torch.tensor(prompts(arch("llama", 0), (6, 6), 27))
-    with Told(base, tuned) as told:
-        descant.generate(
-            ProxyTuning(base, tuned, base, 0.5), input_ids=ids, max_new_tokens=5, min_new_tokens=5
-        )
-    assert told.calls == [5, 5]
+    calls = []
+    hooks = [
+        model.register_forward_pre_hook(lambda *_, place=place: calls.append(place))
+        for place, model in enumerate((base, tuned))
+    ]
+    descant.generate(ProxyTuning(base, tuned, base, 0.5), input_ids=ids, max_new_tokens=5, min_new_tokens=5)
+    for hook in hooks:
+        hook.remove()
+    assert sorted(calls) == [0] * 5 + [1] * 5
 
 
 def attributes(model: Any) -> list[Any]:
@@ -184,54 +155,42 @@ def generated(whole: Any, **options: Any) -> Any:
     return descant.generate(whole, **{"input_ids": ids, "max_new_tokens": 4, **options})
 
 
-def test_another_vocabulary_is_refused(tiny):
-    with pytest.raises(
-        InputError, match=r"`amateur` must have the vocabulary size of `expert`, 97 tokens, got '101"
-    ):
-        generated(ContrastiveDecoding(made("llama", 0), tiny("gpt2").model))
-    with pytest.raises(InputError, match=r"`untuned` must have the vocabulary size of `base`"):
-        generated(ProxyTuning(made("llama", 0), made("llama", 3), tiny("gpt2").model))
+@pytest.mark.parametrize(
+    ("kind", "models", "options", "error", "message"),
+    [
+        (ContrastiveDecoding, ("llama", "other"), {}, InputError,
+         "`amateur` must have the vocabulary size of `expert`, 97 tokens, got '101"),
+        (ProxyTuning, ("llama", "llama", "other"), {}, InputError,
+         "`untuned` must have the vocabulary size of `base`"),
+        (ContrastiveDecoding, ("llama", "t5"), {}, InputError,
+         "`amateur` must be a decoder-only model like `expert`"),
+        (ContrastiveDecoding, ("t5", "llama"), {}, InputError,
+         "`amateur` must be an encoder-decoder model like `expert`"),
+        (ContrastiveDecoding, ("llama", "llama"), {"inputs_embeds": torch.zeros(1, 6, 32)}, InputError,
+         "inputs_embeds.*several models"),
+        (ContrastiveDecoding, ("t5", "t5"),
+         {"input_ids": None, "encoder_outputs": (torch.zeros(1, 6, 32),)}, InputError,
+         "encoder_outputs.*several models"),
+        # GPT-2's positions end at 96, a Llama's nowhere.
+        (ContrastiveDecoding, ("llama", "gpt2"), {"max_new_tokens": 92}, ConfigError, "96 positions"),
+        (ContrastiveDecoding, ("gpt2", "llama"), {"max_new_tokens": 92}, ConfigError, "96 positions"),
+        # Only inputs that all know are taken.
+        (ContrastiveDecoding, ("gpt2", "llama"),
+         {"token_type_ids": torch.ones(1, 6, dtype=torch.long)}, InputError, "token_type_ids"),
+    ],
+)  # fmt: skip
+def test_models_and_inputs_that_do_not_fit(tiny, kind, models, options, error, message):
+    parts = [tiny("gpt2").model if one == "other" else made(one, at) for at, one in enumerate(models)]
+    with pytest.raises(error, match=message):
+        generated(kind(*parts), **options)
 
 
-def test_encoders_beside_none_are_refused():
-    with pytest.raises(InputError, match=r"`amateur` must be a decoder-only model like `expert`"):
-        generated(ContrastiveDecoding(made("llama", 0), made("t5", 1)))
-    with pytest.raises(InputError, match=r"`amateur` must be an encoder-decoder model like `expert`"):
-        generated(ContrastiveDecoding(made("t5", 1), made("llama", 0)))
-
-
-def test_what_one_model_made_of_a_text_is_refused():
-    with pytest.raises(InputError, match=r"inputs_embeds.*several models"):
-        generated(
-            ContrastiveDecoding(made("llama", 0), made("llama", 3)), inputs_embeds=torch.zeros(1, 6, 32)
-        )
-    pair = ContrastiveDecoding(made("t5", 1), made("t5", 2))
-    with pytest.raises(InputError, match=r"encoder_outputs.*several models"):
-        generated(pair, input_ids=None, encoder_outputs=(torch.zeros(1, 6, 32),))
-    session = descant.Session(pair)
+def test_embeddings_are_refused_by_a_session():
+    session = descant.Session(ContrastiveDecoding(made("t5", 1), made("t5", 2)))
     given = {"inputs_embeds": torch.zeros(6, 32)}
     with pytest.raises(InputError, match=r"inputs_embeds.*several models"):
         session.admit(descant.Request([EOS], GenerationConfig(max_new_tokens=3), given))
     assert len(session) == 0
-
-
-def test_the_shortest_table_counts():
-    """GPT-2's positions end at 96, a Llama's nowhere."""
-    for whole in (
-        ContrastiveDecoding(made("llama", 0), made("gpt2", 1)),
-        ContrastiveDecoding(made("gpt2", 1), made("llama", 0)),
-    ):
-        with pytest.raises(ConfigError, match="96 positions"):
-            generated(whole, max_new_tokens=92)
-
-
-def test_only_inputs_that_all_know_are_taken():
-    assert "token_type_ids" in as_model(made("gpt2", 1)).traits.input_names
-    with pytest.raises(InputError, match="token_type_ids"):
-        generated(
-            ContrastiveDecoding(made("gpt2", 1), made("llama", 0)),
-            token_type_ids=torch.ones(1, 6, dtype=torch.long),
-        )
 
 
 @pytest.mark.parametrize(

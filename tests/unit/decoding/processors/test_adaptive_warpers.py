@@ -10,7 +10,6 @@ import torch
 
 from descant.core.context import Context
 from descant.decoding.processors.truncation import AdaptivePLogitsWarper, MirostatLogitsWarper
-from descant.errors import InputError
 from tests.unit.decoding.processors import reference
 from tests.unit.decoding.processors.reference import chance_scores, context, drafted, softmax, spoil
 
@@ -170,50 +169,3 @@ def test_an_impossible_token_leaves_the_state_unchanged():
     here = Context.standalone(IDS, vars(AdaptivePLogitsWarper(0.5, 0.5)))
     state = AdaptivePLogitsWarper.make_unbound().advance(here, before, before, chosen)
     assert [value.tolist() for value in state.values()] == [[1.0], [2.0]]
-
-
-def closed_loop(warper, scores, steps=600, rows=64):
-    """The probabilities, in the incoming distribution, of what rows choose that follow the sampler."""
-    generator = torch.Generator().manual_seed(9)
-    before = scores.expand(rows, -1)
-    chances, states, seen = before.softmax(-1), {}, []
-    for _ in range(steps):
-        here = Context.standalone(torch.zeros(rows, 1, dtype=torch.long), vars(warper)).with_states(states)
-        after = warper.process(here, before)
-        tokens = torch.multinomial(after.softmax(-1), 1, generator=generator)[:, 0]
-        states = warper.advance(here, before, after, tokens)
-        seen.append(chances.gather(1, tokens[:, None])[:, 0])
-    return torch.stack(seen)[steps // 3 :]
-
-
-@pytest.mark.ci_cases("3.5")
-@pytest.mark.parametrize("tau", [2.5, 3.5, 4.5])
-def test_mirostat_holds_the_surprise(tau):
-    scores = -1.2 * torch.arange(1, 1001).log()[None]
-    free = -(scores.softmax(-1) * scores.log_softmax(-1)).sum() / math.log(2)
-    held = -closed_loop(MirostatLogitsWarper(tau), scores).log2().mean()
-    assert free > 5
-    assert abs(held - tau) < 0.1
-
-
-@pytest.mark.parametrize("target", [0.1, 0.2, 0.5])
-def test_adaptive_p_comes_near_its_target(target):
-    chances = torch.tensor([[0.6, 0.2, 0.1, 0.05, 0.03, 0.02]])
-    free = chances.square().sum()
-    held = closed_loop(AdaptivePLogitsWarper(target), chances.log()).mean()
-    assert abs(held - target) < 0.05 < abs(free - target)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda: MirostatLogitsWarper(0.0), "mirostat_tau"),
-        (lambda: MirostatLogitsWarper(1.0, -1.0), "mirostat_eta"),
-        (lambda: MirostatLogitsWarper(1.0, min_tokens_to_keep=0), "min_tokens_to_keep"),
-        (lambda: AdaptivePLogitsWarper(1.5), "adaptive_p_target"),
-        (lambda: AdaptivePLogitsWarper(0.5, 1.0), "adaptive_p_decay"),
-    ],
-)
-def test_odd_arguments_are_refused_by_name(make, name):
-    with pytest.raises(InputError, match=name):
-        make()

@@ -13,16 +13,10 @@ import pytest
 import torch
 
 from descant import GenerationConfig, Request, Session
-from descant.core.context import Context, RowParams, columns_from_rows
-from descant.core.records import Proposal
-from descant.core.rows import Rows
 from descant.decoding.processors.allowed_sequences import AllowedSequences, AllowedSequencesLogitsProcessor
 from descant.decoding.processors.bans import PrefixConstrainedLogitsProcessor
-from descant.decoding.strategies.sampling import Sampling
 from descant.engine.session import Failed, Finished
-from descant.engine.step.strategy_group import StrategyGroup
 from descant.errors import InputError, RowError
-from descant.testing import check_admission, check_batch, check_processor, check_seed
 from tests.support.markov_model import Chain
 
 VOCABULARY = 13
@@ -46,7 +40,7 @@ def searched(sequences, ends, prefix):
 
 
 # ------------------------------------------------------------------- the trie
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_it_allows_what_a_search_finds(seed):
     sequences = random_sequences(seed)
     trie = AllowedSequences(sequences, ENDS)
@@ -205,7 +199,7 @@ def expected(scores, tries, prefixes):
     return answer
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_by_hand_it_leaves_what_is_allowed(seed):
     chance, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     sequences = random_sequences(seed)
@@ -226,28 +220,6 @@ def test_a_token_that_no_sequence_has_leads_nowhere():
     ids = torch.tensor([[6], [7], [8], [-1], [2]])
     answer = AllowedSequencesLogitsProcessor(trie)(ids, torch.zeros(5, 9))
     assert [line.isfinite().nonzero().flatten().tolist() for line in answer] == [[1], [], [], [], [3]]
-
-
-def test_the_law_of_processors():
-    tries = [AllowedSequences(random_sequences(seed, 60, vocabulary=23), 0) for seed in (0, 1, 2)]
-    every = AllowedSequences([[a, b] for a in range(1, 23) for b in range(1, 23)], 0)
-    check_processor(
-        AllowedSequencesLogitsProcessor.make_unbound(),
-        [{"allowed_sequences": trie} for trie in (*tries, every)],
-    )
-    check_processor(AllowedSequencesLogitsProcessor(every))
-
-
-def test_wrong_arguments():
-    with pytest.raises(InputError, match="`allowed_sequences` must be an AllowedSequences"):
-        AllowedSequencesLogitsProcessor([[1, 2]])
-    with pytest.raises(InputError, match="`prompt_length` must be an integer"):
-        AllowedSequencesLogitsProcessor(AllowedSequences([[1]], 0), -1)
-    small = AllowedSequencesLogitsProcessor(AllowedSequences([[30]], 0), 2)
-    with pytest.raises(InputError, match=r"`allowed_sequences` must have token ids below 8, .* got 30"):
-        small(torch.zeros(1, 2).long(), torch.zeros(1, 8))
-    with pytest.raises(InputError, match="`input_ids` must start with the 2 tokens of the prompt"):
-        small(torch.zeros(1, 1).long(), torch.zeros(1, 40))
 
 
 # ------------------------------------------------------------------- in the loop
@@ -290,39 +262,6 @@ def test_beams_find_the_best_of_all_sequences(seed):
             assert one.score == pytest.approx(score, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        {},
-        {"do_sample": True, "seed": 3, "temperature": 2.0},
-        {"do_sample": True, "seed": 4, "num_return_sequences": 3},
-        {"num_beams": 4, "num_return_sequences": 2},
-        {"num_beams": 3, "do_sample": True, "seed": 5},
-    ],
-)
-def test_every_row_of_a_mixed_session_stays_in_its_own_trie(method):
-    """Rows with different tries, others without one, and some that come later."""
-    model = Chain.chance(VOCABULARY, 5, spread=1.0)
-    tries = [AllowedSequences(random_sequences(seed, count=60), 0) for seed in (1, 2, 3)]
-    free = config_of(**method)
-    wanted = [request([1 + at], trie, **method) for at, trie in enumerate(tries)]
-    session = Session(model)
-    session.admit(wanted[0], Request([4, 4], free), wanted[1])
-    events = [*session.step(), *session.step()]
-    session.admit(wanted[2])
-    events += list(session.drain())
-    mine = {0: tries[0], 2: tries[1], 3: tries[2]}
-    checked = 0
-    for event in events:
-        if isinstance(event, Finished) and event.request in mine:
-            for one in event.hypotheses:
-                assert one.reason == "eos"
-                assert one.tokens[:-1] in mine[event.request]
-                checked += 1
-        assert not isinstance(event, Failed)
-    assert checked >= 3
-
-
 @pytest.mark.parametrize("method", [{}, {"num_beams": 4}, {"do_sample": True, "seed": 3}])
 def test_brought_along_it_does_the_same(method):
     """By hand it has no prompt length: the loop provides the prompt length of each row."""
@@ -343,63 +282,6 @@ def test_brought_along_it_does_the_same(method):
     assert all(one[:-1] in trie for many in found[0] for one in many)
 
 
-def laws(seed):
-    tries = [AllowedSequences(random_sequences(seed + at, count=60), 0) for at in range(4)]
-    methods = [
-        {},
-        {"num_beams": 3},
-        {"do_sample": True, "seed": 7},
-        {"num_beams": 2, "do_sample": True, "seed": 8},
-    ]
-    return [
-        request([1 + at, 2], trie, **method)
-        for at, (trie, method) in enumerate(zip(tries, methods, strict=True))
-    ]
-
-
-def test_the_laws_of_requests():
-    model = Chain.chance(VOCABULARY, 6, spread=1.5)
-    check_batch(model, laws(0))
-    check_admission(model, laws(10), schedules=6)
-
-
-def test_the_law_of_seeds():
-    model = Chain.chance(VOCABULARY, 6, spread=0.5)
-    every = AllowedSequences(np.array(list(product(range(1, 13), repeat=4))), 0)
-    check_seed(model, [request([1], every, do_sample=True, seed=1), request([2], every)])
-
-
-@pytest.mark.parametrize("users", [None, torch.tensor([0, 2])])
-def test_batched_drafts_equal_drafts_one_by_one(users):
-    """Every line of every row, and rows without a trie left alone."""
-    rng, chance = random.Random(1), torch.Generator().manual_seed(1)
-    sequences = random_sequences(2, count=80)
-    trie = AllowedSequences(sequences, ENDS)
-    for _ in range(20):
-        prefixes = [rng.choice(sequences)[: rng.randint(0, 2)] for _ in range(3)]
-        tokens = [[9, 9, *prefix] for prefix in prefixes]
-        length = torch.tensor([len(one) for one in tokens])
-        zeros = torch.zeros_like(length)
-        rows = Rows(
-            torch.tensor([one + [7] * (8 - len(one)) for one in tokens]),
-            length, zeros, zeros, torch.full((3,), 2), torch.arange(3), zeros,
-            {"params": RowParams(columns_from_rows([{"pad": 0, "allowed_sequences": trie}] * 3))},
-        )  # fmt: skip
-        drafts = torch.tensor([[rng.choice(trie.allowed(one)), rng.randrange(1, 5)] for one in prefixes])
-        logits = torch.randn(3, 3, VOCABULARY, generator=chance)
-        lane = StrategyGroup(
-            Sampling(None, None), None, [(AllowedSequencesLogitsProcessor.make_unbound(), users)]
-        )
-        tried = Proposal(None, drafts, torch.tensor([2, 2, 2]))
-        scores = lane.process(rows, tried, logits)
-        for row in range(3):
-            for slot in range(3):
-                line, said = logits[row, slot], [*prefixes[row], *drafts[row, :slot].tolist()]
-                used = users is None or row in users
-                here = expected(line[None], [trie], [said])[0] if used else line
-                assert torch.equal(scores[row, slot], here)
-
-
 def test_a_row_without_a_way_on_fails_alone():
     """Its prompt's config bans what its trie needs."""
     model = Chain.chance(VOCABULARY, 5)
@@ -409,31 +291,3 @@ def test_a_row_without_a_way_on_fails_alone():
     ends = {event.request: event for event in session.drain() if isinstance(event, Finished | Failed)}
     assert isinstance(ends[0].error, RowError)
     assert ends[1].hypotheses[0].tokens.tolist() in ([4, 5, 0], [4, 6, 0])
-
-
-def test_many_rows_ask_for_no_loop_over_them():
-    """256 lines of 32,000 tokens cost little more than the tensor that answers."""
-    sequences = np.random.default_rng(0).integers(3, 32_000, (20_000, 4))
-    trie = AllowedSequences(sequences, 2)
-    length = torch.full((256,), 3)
-    ids = torch.from_numpy(np.concatenate((np.ones((256, 1), np.int64), sequences[:256, :2]), 1))
-    values = columns_from_rows([{"allowed_sequences": trie}] * 256)
-    context = Context(ids, length, torch.ones_like(length), values)
-    scores = torch.randn(256, 32_000)
-    processor = AllowedSequencesLogitsProcessor.make_unbound()
-    answer = processor.process(context, scores)
-    assert torch.equal(answer, expected(scores, [trie] * 256, ids[:, 1:].tolist()))
-    times = {}
-    for name, work in {
-        "ours": lambda: processor.process(context, scores),
-        "fill": lambda: torch.full_like(scores, -torch.inf),
-        "loop": lambda: expected(scores, [trie] * 256, ids[:, 1:].tolist()),
-    }.items():
-        tries = []
-        for _ in range(7):
-            start = time.process_time()
-            work()
-            tries.append(time.process_time() - start)
-        times[name] = min(tries)
-    assert times["ours"] < 3 * times["fill"] + 3e-3
-    assert times["ours"] < times["loop"]

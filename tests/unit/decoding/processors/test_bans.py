@@ -1,4 +1,4 @@
-"""Bans: n-grams in a window, words, functions; rows of different length, and wrong arguments."""
+"""Bans and biases of tokens and of sequences by hand."""
 
 from __future__ import annotations
 
@@ -11,56 +11,18 @@ import torch
 from descant import GenerationConfig
 from descant.core.context import PromptInfo
 from descant.decoding.processors.bans import (
-    EncoderNoRepeatNGramLogitsProcessor,
+    LogitBiasLogitsProcessor,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
+    SequenceBiasLogitsProcessor,
 )
 from descant.errors import InputError
-from tests.unit.decoding.processors.prefixes import allowed_after
 from tests.unit.decoding.processors.reference import context
-
-NEVER = -math.inf
 
 
 def banned(answer):
     return [line.isneginf().nonzero()[:, 0].tolist() for line in answer]
-
-
-def repeated(row, size, window, store=None):
-    """What would repeat an n-gram of the row, or of `store`, one comparison at a time."""
-    if len(row) < size - 1:
-        return []
-    begun = row[len(row) - size + 1 :]
-    source = row if store is None else store
-    first = max(0, len(row) - window) if window and store is None else 0
-    found = {
-        source[at + size - 1]
-        for at in range(first, len(source) - size + 1)
-        if source[at : at + size - 1] == begun
-    }
-    return sorted(found)
-
-
-def test_ngrams_of_ragged_rows_with_sizes_and_windows_of_their_own():
-    rng = random.Random(3)
-    hit = 0
-    for _ in range(300):
-        rows = [[rng.randrange(3) for _ in range(rng.randint(0, 14))] for _ in range(5)]
-        rows[0] = rows[0] or [1]
-        params = [
-            {
-                "no_repeat_ngram_size": rng.randint(1, 5),
-                "no_repeat_ngram_window": rng.choice([0, 2, 4, 7, 99]),
-            }
-            for _ in rows
-        ]
-        lines = context(rng, rows, [0] * len(rows), params)
-        answer = NoRepeatNGramLogitsProcessor.make_unbound().process(lines, torch.zeros(5, 4))
-        expected = [repeated(row, *own.values()) for row, own in zip(rows, params, strict=True)]
-        assert banned(answer) == expected
-        hit += sum(map(bool, expected))
-    assert hit > 300
 
 
 def test_an_ngram_counts_only_while_all_of_it_is_in_the_window():
@@ -68,59 +30,6 @@ def test_an_ngram_counts_only_while_all_of_it_is_in_the_window():
     for window, expected in ((5, []), (6, [3]), (0, [3])):
         answer = NoRepeatNGramLogitsProcessor(3, window=window)(row, torch.zeros(1, 5))
         assert banned(answer) == [expected]
-
-
-def test_ngrams_of_sources_of_different_length():
-    rng = random.Random(4)
-    for _ in range(200):
-        rows = [[rng.randrange(3) for _ in range(rng.randint(0, 8))] for _ in range(4)]
-        rows[0] = rows[0] or [1]
-        params = [
-            {
-                "encoder_no_repeat_ngram_size": rng.randint(1, 4),
-                "source_ids": [rng.randrange(3) for _ in range(rng.randint(0, 9))],
-            }
-            for _ in rows
-        ]
-        lines = context(rng, rows, [0] * len(rows), params)
-        answer = EncoderNoRepeatNGramLogitsProcessor.make_unbound().process(lines, torch.zeros(4, 4))
-        expected = [
-            repeated(row, own["encoder_no_repeat_ngram_size"], 0, own["source_ids"])
-            for row, own in zip(rows, params, strict=True)
-        ]
-        assert banned(answer) == expected
-
-
-def test_a_source_has_no_padding():
-    config = GenerationConfig(encoder_no_repeat_ngram_size=2)
-    columns = EncoderNoRepeatNGramLogitsProcessor.params_from_config(
-        config, PromptInfo(3, source_ids=lambda: [7, 8])
-    )
-    assert columns == {"encoder_no_repeat_ngram_size": 2, "source_ids": [7, 8]}
-
-
-def test_words_of_ragged_rows():
-    rng = random.Random(5)
-    hit = 0
-    for _ in range(300):
-        rows = [[rng.randrange(3) for _ in range(rng.randint(0, 6))] for _ in range(4)]
-        rows[0] = rows[0] or [1]
-        words = [
-            [[rng.randrange(3) for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 4))]
-            for _ in rows
-        ]
-        params = [NoBadWordsLogitsProcessor.params_from_config(_words(own), PromptInfo(1)) for own in words]
-        answer = NoBadWordsLogitsProcessor.make_unbound().process(
-            context(rng, rows, [0] * len(rows), params), torch.zeros(4, 4)
-        )
-        expected = [
-            sorted({word[-1] for word in own if row[len(row) - len(word) + 1 :] == word[:-1]
-                    and len(row) >= len(word) - 1})
-            for row, own in zip(rows, words, strict=True)
-        ]  # fmt: skip
-        assert banned(answer) == expected
-        hit += sum(map(bool, expected))
-    assert hit > 300
 
 
 def _words(words, **given):
@@ -137,17 +46,6 @@ def test_a_word_that_is_an_end_is_passed_over():
     assert columns == {"bad_words_ids": [[4, 5]], "bad_words_sizes": [2]}
     nothing = NoBadWordsLogitsProcessor([[0]], 0)(torch.tensor([[5]]), torch.zeros(1, 6))
     assert banned(nothing) == [[]]
-
-
-@pytest.mark.parametrize("words", [[], [[]], [3], [["a"]], [[-1]], [[1.5]], [[True]], "ab", None])
-def test_words_that_are_none_are_refused(words):
-    with pytest.raises(InputError, match=r"`bad_words_ids` must (be a list|contain)"):
-        NoBadWordsLogitsProcessor(words)
-
-
-def test_a_word_beyond_the_vocabulary_is_refused():
-    with pytest.raises(InputError, match="`bad_words_ids` must have token ids below 5"):
-        NoBadWordsLogitsProcessor([[1, 5]])(torch.tensor([[1]]), torch.zeros(1, 5))
 
 
 # ------------------------------------------------------------------------------- prefix functions
@@ -167,15 +65,6 @@ def test_the_function_sees_each_row_without_padding_and_with_its_prompt():
     assert seen == [(2, [1, 2, 3]), (0, [4]), (2, [2, 2])]
     assert banned(answer) == [[0, 1, 3], [1, 2, 3], [0, 1, 3]]
     assert torch.equal(lines.tokens, before)
-
-
-def test_rows_may_have_functions_of_their_own():
-    rng = random.Random(1)
-    params = [{"prefix_allowed_tokens_fn": lambda b, ids, t=t: {t, 3}, "prompt_index": 0} for t in range(3)]
-    answer = PrefixConstrainedLogitsProcessor.make_unbound().process(
-        context(rng, [[0]] * 3, [1] * 3, params), torch.zeros(3, 4)
-    )
-    assert banned(answer) == [[1, 2], [0, 2], [0, 1]]
 
 
 def test_by_hand_lines_belong_to_prompts_by_beams():
@@ -208,21 +97,21 @@ def test_an_answer_that_is_none_is_refused(answer, words):
     assert error.value.field == "prefix_allowed_tokens_fn"
 
 
-def test_what_cannot_be_called_is_refused():
-    with pytest.raises(InputError, match="must be a function"):
-        PrefixConstrainedLogitsProcessor([1, 2], 1)
+NEVER = -math.inf
 
 
-def test_the_function_of_these_tests_depends_on_everything():
-    allowed = allowed_after(1, 50)
-    ids = torch.tensor([1, 2, 3])
-    assert allowed(0, ids) != allowed(1, ids)
-    assert allowed(0, ids) != allowed(0, ids[:2])
-    assert allowed(0, ids) != allowed_after(2, 50)(0, ids)
+def test_both_forms_mean_the_same():
+    ids, scores = torch.tensor([[1, 2]]), torch.zeros(1, 5)
+    one = SequenceBiasLogitsProcessor({(2, 3): -1.5, (4,): 2.0})(ids, scores)
+    two = SequenceBiasLogitsProcessor([[[2, 3], -1.5], [[4], 2.0]])(ids, scores)
+    assert one.tolist() == two.tolist() == [[0.0, 0.0, 0.0, -1.5, 2.0]]
 
 
-@pytest.mark.parametrize("kind", [NoRepeatNGramLogitsProcessor, None])
-@pytest.mark.parametrize("size", [0, -1, 1.5, True, None])
-def test_an_ngram_has_at_least_one_token(kind, size):
-    with pytest.raises(InputError, match="ngram_size` must be an integer"):
-        kind(size) if kind else EncoderNoRepeatNGramLogitsProcessor(size, torch.tensor([[1]]))
+def test_a_sequence_named_twice_has_the_last_bias():
+    processor = SequenceBiasLogitsProcessor([[[1], 5.0], [[1], 2.0]])
+    assert processor(torch.tensor([[0]]), torch.zeros(1, 2)).tolist() == [[0.0, 2.0]]
+
+
+def test_a_token_can_be_ruled_out():
+    answer = LogitBiasLogitsProcessor({1: NEVER, 2: 0.5})(torch.tensor([[0]]), torch.zeros(1, 3))
+    assert answer.tolist() == [[0.0, NEVER, 0.5]]

@@ -107,23 +107,6 @@ def test_without_groups_it_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((0.0, 4, 2), "`diversity_penalty` must be > 0"),
-        ((-1.0, 4, 2), "`diversity_penalty` must be"),
-        (("1", 4, 2), "`diversity_penalty` must be"),
-        ((1.0, 1, 2), "`num_beams` must be"),
-        ((1.0, 4.0, 2), "`num_beams` must be"),
-        ((1.0, 4, 1), "`num_beam_groups` must be"),
-        ((1.0, 4, 5), "`num_beam_groups` must be an integer between 2 and 4"),
-    ],
-)
-def test_wrong_arguments(arguments, words):
-    with pytest.raises(InputError, match=words):
-        HammingDiversityLogitsProcessor(*arguments)
-
-
-@pytest.mark.parametrize(
     ("lines", "tokens", "group", "words"),
     [
         (2, 3, 0, "`current_tokens` must have 4 tokens per prompt"),

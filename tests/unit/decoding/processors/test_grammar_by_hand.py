@@ -38,10 +38,3 @@ def test_the_prompt_is_not_part_of_the_text(tokenizer):
     prompt = tokenizer.encode("Colour: ")
     processor = descant.GrammarLogitsProcessor({"choice": ["red"]}, tokenizer, prompt_length=len(prompt))
     assert permitted(tokenizer, processor, "re", prompt) == {"d"}
-
-
-def test_refused(tokenizer):
-    with pytest.raises(descant.ConfigError, match="exactly one of json_schema"):
-        descant.GrammarLogitsProcessor({}, tokenizer)
-    with pytest.raises(descant.InputError, match="`eos_token_id` must be at least one token id"):
-        descant.GrammarLogitsProcessor({"regex": "a"}, tokenizer, eos_token_id=[])

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from descant import GenerationConfig
 from descant.config.watermarking_config import WatermarkingConfig
-from descant.core.context import PromptInfo
 from descant.decoding.watermark.green_list import SELFHASH_CANDIDATES, GreenList, WatermarkLogitsProcessor
 from descant.decoding.watermark.keys import PublicKeyWarning
-from descant.errors import ConfigError, InputError
-from tests.unit.decoding.processors.reference import context, drafted
+from tests.unit.decoding.processors.reference import context
 
 SIZE = 61
 
@@ -71,21 +68,6 @@ def test_ragged_lines_with_settings_of_their_own(one_setting):
     assert changed > 32
 
 
-def test_lines_of_drafts():
-    rng = random.Random(2)
-    for _ in range(12):
-        rows = [[rng.randrange(SIZE) for _ in range(rng.randint(1, 6))] for _ in range(3)]
-        drafts = [[rng.randrange(SIZE) for _ in range(3)] for _ in rows]
-        params = [{"watermark": settings_of(rng)} for _ in rows]
-        scores = chance_scores(rng, 12)
-        answer = WatermarkLogitsProcessor.make_unbound().process(
-            drafted(rng, rows, [1] * 3, params, drafts), scores
-        )
-        for line in range(12):
-            row = rows[line // 4] + drafts[line // 4][: line % 4]
-            assert torch.equal(answer[line], marked(row, scores[line], params[line // 4]["watermark"]))
-
-
 def test_a_line_shorter_than_the_context_is_left_as_it_is():
     for scheme in ("lefthash", "selfhash"):
         by_hand = WatermarkLogitsProcessor(SIZE, "cpu", hashing_key=5, seeding_scheme=scheme, context_width=3)
@@ -106,29 +88,6 @@ def test_scores_beyond_the_vocabulary_are_never_green():
             assert torch.equal(by_hand(ids, scores[:, :SIZE]), by_hand(ids, scores)[:, :SIZE])
 
 
-def test_scores_narrower_than_the_vocabulary_are_refused():
-    with pytest.raises(InputError, match="vocab_size"):
-        WatermarkLogitsProcessor(SIZE, "cpu", hashing_key=5)(
-            torch.ones(1, 2, dtype=torch.long), torch.zeros(1, 60)
-        )
-
-
-def test_selfhash_asks_about_the_best_only_and_not_about_what_is_ruled_out(monkeypatch):
-    asked = []
-    member = GreenList.is_green
-    monkeypatch.setattr(
-        GreenList, "is_green", lambda self, *two: asked.append(two[1].tolist()) or member(self, *two)
-    )
-    by_hand = WatermarkLogitsProcessor(200, "cpu", 0.5, hashing_key=5, seeding_scheme="selfhash")
-    scores = torch.arange(200.0)[None]
-    answer = by_hand(torch.ones(1, 1, dtype=torch.long), scores)
-    assert torch.equal(answer[:, :160], scores[:, :160])
-    assert 8 < (answer != scores).sum() < 32
-    by_hand(torch.ones(1, 1, dtype=torch.long), scores.masked_fill(scores < 197, -torch.inf))
-    assert sorted(asked[0]) == list(range(160, 200))
-    assert sorted(asked[1]) == [197, 198, 199]
-
-
 def test_fewer_tokens_than_candidates():
     by_hand = WatermarkLogitsProcessor(8, "cpu", 0.5, hashing_key=5, seeding_scheme="selfhash")
     scores = torch.randn(4, 8)
@@ -147,34 +106,6 @@ def test_a_score_is_raised_by_one_addition(dtype):
     green = GreenList(by_hand.watermark, SIZE).green_mask(range(4))
     assert answer.dtype == dtype
     assert torch.equal(answer.nan_to_num(7.0), torch.where(green, scores + 2.3, scores).nan_to_num(7.0))
-
-
-def test_a_row_is_given_its_settings():
-    given = {"bias": 1.5, "hashing_key": 99}
-    for config in (given, WatermarkingConfig(**given)):
-        columns = WatermarkLogitsProcessor.params_from_config(
-            GenerationConfig(watermarking_config=config), PromptInfo(3)
-        )
-        assert columns == {"watermark": WatermarkingConfig(bias=1.5, hashing_key=99)}
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("greenlist_ratio", 1.0, ConfigError),
-        ("greenlist_ratio", 0.001, ConfigError),
-        ("bias", "much", ConfigError),
-        ("hashing_key", 0, ConfigError),
-        ("seeding_scheme", "righthash", ConfigError),
-        ("context_width", 0, ConfigError),
-        ("vocab_size", 1, InputError),
-        ("vocab_size", 7.0, InputError),
-        ("device", "toaster", RuntimeError),
-    ],
-)
-def test_wrong_arguments(name, value, error):
-    with pytest.raises(error, match=name if error is not RuntimeError else value):
-        WatermarkLogitsProcessor(**{"vocab_size": SIZE, "device": "cpu", "hashing_key": 5, name: value})
 
 
 def test_the_documented_key_is_known_to_everybody():

@@ -1,8 +1,6 @@
-"""Lengths: the decay of rows of different length, exact after many tokens, and wrong arguments."""
+"""Lengths by hand: the decay after many tokens, forced tokens, the thinking budget."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
@@ -13,38 +11,8 @@ from descant.decoding.processors.lengths import (
     ExponentialDecayLengthPenalty,
     ForcedEOSTokenLogitsProcessor,
     ForceTokensLogitsProcessor,
+    ThinkingBudgetLogitsProcessor,
 )
-from descant.errors import InputError
-from tests.unit.decoding.processors.reference import context
-
-
-def test_rows_decay_from_their_own_prompts():
-    rng = random.Random(10)
-    for seed in range(100):
-        rows = [[rng.randrange(9) for _ in range(rng.randint(1, 20))] for _ in range(4)]
-        prompts = [rng.randint(0, len(row)) for row in rows]
-        pairs = [(rng.randint(0, 4), rng.uniform(0.8, 1.6)) for _ in rows]
-        ends = [rng.sample(range(9), rng.randint(1, 3)) for _ in rows]
-        params = [
-            {
-                **ExponentialDecayLengthPenalty.params_from_config(
-                    GenerationConfig(exponential_decay_length_penalty=pair), PromptInfo(prompt)
-                ),
-                "eos_token_ids": end,
-            }
-            for pair, prompt, end in zip(pairs, prompts, ends, strict=True)
-        ]
-        scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed)) * 3
-        answer = ExponentialDecayLengthPenalty.make_unbound().process(
-            context(rng, rows, prompts, params), scores
-        )
-        expected = scores.double()
-        for line in range(4):
-            late = len(rows[line]) - prompts[line] - pairs[line][0]
-            for token in ends[line] if late > 0 else ():
-                old = expected[line, token]
-                expected[line, token] = old + abs(old) * (pairs[line][1] ** late - 1)
-        assert torch.allclose(answer.double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("factor", [1.01, 1.1])
@@ -53,12 +21,6 @@ def test_the_power_is_exact_after_many_tokens(factor):
     ids, scores = torch.zeros(1, 700, dtype=torch.long), torch.tensor([[1.0, 2.0]])
     answer = ExponentialDecayLengthPenalty((0, factor), 0, 0)(ids, scores)
     assert answer[0, 0].item() == pytest.approx(factor**700, rel=2e-7)
-
-
-@pytest.mark.parametrize("pair", [None, 3, (1,), (1, 2, 3), (-1, 1.5), (1.5, 1.5), (1, -2.0), (1, "a")])
-def test_a_decay_is_a_start_and_a_factor(pair):
-    with pytest.raises(InputError, match="`exponential_decay_length_penalty` must be"):
-        ExponentialDecayLengthPenalty(pair, 1, 0)
 
 
 def test_a_forced_end_may_be_token_0():
@@ -78,3 +40,42 @@ def test_tokens_are_forced_at_their_length_alone():
         else:
             assert forced.argmax(-1).tolist() == [wanted, wanted]
             assert forced.isfinite().sum(-1).tolist() == [1, 1]
+
+
+def generate_row(processor, row, choices):
+    """A row that goes on with the choices, but for what is forced."""
+    row, forced = list(row), []
+    for token in choices:
+        scores = processor(torch.tensor([row], dtype=torch.long), torch.zeros(1, 10))[0]
+        if scores.isinf().any():
+            token = int(scores.argmax())
+            forced.append(token)
+        row.append(token)
+    return row, forced
+
+
+def test_a_thought_is_closed_and_not_opened_again():
+    processor = ThinkingBudgetLogitsProcessor(3, [7, 8, 7, 9], [5, 6])
+    row, forced = generate_row(processor, [1, 5, 6], [1] * 12)
+    assert row == [1, 5, 6, 1, 1, 1, 7, 8, 7, 9, 1, 1, 1, 1, 1]
+    assert forced == [7, 8, 7, 9]
+    # It had begun to close by itself: only the rest is forced.
+    row, forced = generate_row(processor, [1, 5, 6], [1, 7, 8, 1, 1, 1])
+    assert (row[3:], forced) == ([1, 7, 8, 7, 9, 1], [7, 9])
+    row, forced = generate_row(processor, [5, 6], [7, 8, 7, 8, 1, 1, 1])
+    assert (row[2:], forced) == ([7, 8, 7, 9, 1, 1, 1], [9])
+    # What it ends with may be the beginning of the end twice over: of 7 8 7 8, the last 7 8 count.
+    row, forced = generate_row(
+        ThinkingBudgetLogitsProcessor(4, [7, 8, 7, 9], [5, 6]), [5, 6], [7, 8, 7, 8, 1, 1, 1]
+    )
+    assert (row[2:], forced) == ([7, 8, 7, 8, 7, 9, 1], [7, 9])
+    # Closed in time: nothing is forced. A second thought has a budget of its own.
+    row, forced = generate_row(processor, [5, 6, 7, 8, 7, 9], [1, 1, 1, 1, 5, 6, 1, 1, 1, 1, 1, 1, 1])
+    assert (row[12:], forced) == ([1, 1, 1, 7, 8, 7, 9], [7, 8, 7, 9])
+
+
+def test_without_a_start_everything_generated_is_thought():
+    processor = ThinkingBudgetLogitsProcessor(2, 9, prompt_length=3)
+    row, forced = generate_row(processor, [9, 9, 9], [1] * 5)
+    assert (row[3:], forced) == ([1, 1, 9, 1, 1], [9])
+    assert generate_row(ThinkingBudgetLogitsProcessor(0, 9), [], [1, 1, 1]) == ([9, 1, 1], [9])

@@ -1,4 +1,4 @@
-"""Penalties: rows of different length, sources of a whole batch, ids that name nothing."""
+"""Penalties by hand: sources of a whole batch, ids that name nothing, repeats of any length."""
 
 from __future__ import annotations
 
@@ -7,59 +7,17 @@ import random
 import pytest
 import torch
 
-from descant import GenerationConfig
-from descant.core.context import PromptInfo
 from descant.decoding.processors.base import BoundProcessor
 from descant.decoding.processors.penalties import (
+    DRYLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    FrequencyPenaltyLogitsProcessor,
+    PresencePenaltyLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     map_token_scores,
 )
 from descant.errors import InputError
 from tests.unit.decoding.processors.reference import context
-
-
-def penalised(line, tokens, penalty):
-    """Each token once, however often it occurs."""
-    expected = line.clone()
-    for token in set(tokens):
-        expected[token] = expected[token] * penalty if expected[token] < 0 else expected[token] / penalty
-    return expected
-
-
-def test_only_what_a_row_holds_is_penalised_and_only_once():
-    rng = random.Random(8)
-    for seed in range(200):
-        rows = [[rng.randrange(9) for _ in range(rng.randint(0, 9))] for _ in range(4)]
-        rows[0] = rows[0] or [1]
-        params = [{"repetition_penalty": rng.uniform(0.3, 3.0)} for _ in rows]
-        scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed)) * 3
-        scores[2, 3] = -torch.inf
-        answer = RepetitionPenaltyLogitsProcessor.make_unbound().process(
-            context(rng, rows, [0] * 4, params), scores
-        )
-        for line, row, own in zip(range(4), rows, params, strict=True):
-            expected = penalised(scores[line], row, own["repetition_penalty"])
-            assert torch.allclose(answer[line], expected, rtol=1e-6)
-
-
-def test_sources_of_different_length():
-    rng = random.Random(9)
-    for seed in range(100):
-        sources = [[rng.randrange(9) for _ in range(rng.randint(0, 6))] for _ in range(4)]
-        config = GenerationConfig(encoder_repetition_penalty=rng.uniform(0.3, 3.0))
-        params = [
-            EncoderRepetitionPenaltyLogitsProcessor.params_from_config(
-                config, PromptInfo(1, source_ids=lambda own=own: own)
-            )
-            for own in sources
-        ]
-        scores = torch.randn(4, 9, generator=torch.Generator().manual_seed(seed)) * 3
-        lines = context(rng, [[1]] * 4, [0] * 4, params)
-        answer = EncoderRepetitionPenaltyLogitsProcessor.make_unbound().process(lines, scores)
-        for line, own in enumerate(sources):
-            expected = penalised(scores[line], own, 1 / config.encoder_repetition_penalty)
-            assert torch.allclose(answer[line], expected, rtol=1e-6)
 
 
 def test_a_batch_of_sources_given_by_hand_follows_the_rows():
@@ -91,17 +49,44 @@ def test_ids_that_name_nothing_change_nothing():
     assert torch.equal(map_token_scores(scores, ids[:, :0], lambda old: old * 10), scores)
 
 
-@pytest.mark.parametrize("kind", [RepetitionPenaltyLogitsProcessor, EncoderRepetitionPenaltyLogitsProcessor])
-@pytest.mark.parametrize("penalty", [0, -1.0, "2", None, True])
-def test_a_penalty_is_above_0(kind, penalty):
-    others = (torch.tensor([[1]]),) if kind is EncoderRepetitionPenaltyLogitsProcessor else ()
-    with pytest.raises(InputError, match="`penalty` must be"):
-        kind(penalty, *others)
+# -------------------------------------------------------------------------- the slow versions
 
 
-@pytest.mark.parametrize(
-    "ids", [torch.zeros(1, 2, 3), torch.tensor([0.5]), torch.zeros(0, 3), torch.tensor(3)]
-)
-def test_a_source_is_ids(ids):
-    with pytest.raises(InputError, match="`encoder_input_ids` must be token ids"):
-        EncoderRepetitionPenaltyLogitsProcessor(1.5, ids)
+def test_by_hand():
+    ids, scores = torch.tensor([[1, 1, 2, 1, 1]]), torch.zeros(1, 4)
+    assert PresencePenaltyLogitsProcessor(0.5)(ids, scores).tolist() == [[0.0, -0.5, -0.5, 0.0]]
+    assert PresencePenaltyLogitsProcessor(0.5, prompt_length=3)(ids, scores).tolist() == [
+        [0.0, -0.5, 0.0, 0.0]
+    ]
+    assert FrequencyPenaltyLogitsProcessor(0.5, prompt_length=1)(ids, scores).tolist() == [
+        [0.0, -1.5, -0.5, 0.0]
+    ]
+    # "1 1" came before, then 2: a match of two. After one 1 of it came 1: a match of one.
+    assert DRYLogitsProcessor(3.0)(ids, scores).tolist() == [[0.0, 0.0, -3.0, 0.0]]
+    assert DRYLogitsProcessor(3.0, 2.0, 1)(ids, scores).tolist() == [[0.0, -3.0, -6.0, 0.0]]
+    assert DRYLogitsProcessor(3.0, 2.0, 1, dry_range=2)(ids, scores).tolist() == [[0.0, -3.0, 0.0, 0.0]]
+    assert DRYLogitsProcessor(3.0, 2.0, 1, 0, [2])(ids, scores).tolist() == [[0.0, -3.0, 0.0, 0.0]]
+    assert DRYLogitsProcessor(3.0, 2.0, 1, 0, [1])(ids, scores).tolist() == [[0.0, 0.0, 0.0, 0.0]]
+
+
+def test_a_loop_of_any_length_keeps_the_scores_finite():
+    found = DRYLogitsProcessor(0.8)(torch.full((1, 3000), 1), torch.tensor([[0.0, 5.0]]))
+    assert found.isfinite().all()
+    assert found[0, 0] == 0.0
+    assert found[0, 1] < -1e20
+    found = DRYLogitsProcessor(0.0)(torch.full((1, 3000), 1), torch.tensor([[0.0, 5.0]]))
+    assert found.tolist() == [[0.0, 5.0]]
+
+
+def test_a_row_without_tokens_is_left_alone():
+    scores = torch.randn(2, 5)
+    for processor in (
+        PresencePenaltyLogitsProcessor(1.0),
+        FrequencyPenaltyLogitsProcessor(1.0),
+        DRYLogitsProcessor(1.0),
+    ):
+        for width in (0, 1):
+            found = processor(torch.zeros(2, width, dtype=torch.long)[:, :width], scores)
+            if width == 0 or isinstance(processor, DRYLogitsProcessor):
+                assert torch.equal(found, scores)
+            assert found is not scores

@@ -7,7 +7,7 @@ import torch
 
 from descant import GenerationConfig, InputError, Request, RowError, generate, stream
 from descant.decoding.processors.grammar import HealingLogitsProcessor
-from descant.testing import check_admission, check_batch, check_processor, outcomes
+from descant.testing import check_processor, outcomes
 from descant.tokenization.token_healing import HealedSuffix
 from tests.support.byte_tokenizer import TEXTS, tokenizer
 from tests.support.tiny_models import pad
@@ -60,14 +60,6 @@ def test_by_hand_what_does_not_agree_is_ruled_out():
     assert left(" universe") == left(" un", "ivers") == set(TEXTS)
 
 
-def test_by_hand_it_needs_a_suffix():
-    with pytest.raises(
-        InputError,
-        match=r"`healed_suffix` must be a HealedSuffix, got b'x': create it with HealedSuffix\.from_prompt",
-    ):
-        HealingLogitsProcessor(b"x", 1)
-
-
 def test_lines_are_independent():
     tails = [HealedSuffix.from_prompt(tokenizer(), prompt) for prompt in PROMPTS]
     check_processor(
@@ -86,14 +78,6 @@ def test_new_tokens_say_the_text_again(tiny, method):
             assert len(new) <= 6 + len(tail)
             # Without an end it is as many tokens as asked for, beyond those that were cut.
             assert len(new) == 6 + len(tail) or new[-1] == tiny("llama").eos
-
-
-@pytest.mark.ci_cases("beams", "sampling")
-@pytest.mark.parametrize("method", METHODS)
-def test_a_batch_equals_its_rows(tiny, method):
-    given = [request(prompt, **METHODS[method]) for prompt in PROMPTS]
-    check_batch(tiny("llama").model, given)
-    check_admission(tiny("llama").model, given[:4], schedules=3)
 
 
 def test_it_equals_a_model_asked_with_the_mask(tiny):

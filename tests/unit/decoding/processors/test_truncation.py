@@ -1,4 +1,4 @@
-"""Top-n-sigma, top-H, p-less and XTC against their definitions in float64."""
+"""Top-n-sigma, top-H, p-less, XTC and the dynamic temperature by hand."""
 
 from __future__ import annotations
 
@@ -10,93 +10,16 @@ import torch
 from transformers.generation import logits_process
 
 from descant.decoding.processors.truncation import (
+    DynamicTemperatureLogitsWarper,
     PLessLogitsWarper,
     TopHLogitsWarper,
     TopNSigmaLogitsWarper,
     XTCLogitsWarper,
 )
-from descant.errors import InputError
 from tests.unit.decoding.processors import reference
-from tests.unit.decoding.processors.reference import chance_scores, context, drafted, spoil
+from tests.unit.decoding.processors.reference import context
 
 IDS = torch.zeros(1, 1, dtype=torch.long)
-
-
-def sigma_params(rng):
-    return {"top_n_sigma": rng.choice([1.0, rng.uniform(0.05, 3)])}
-
-
-def h_params(rng):
-    return {"top_h": rng.choice([1.0, 0.4, rng.uniform(0.01, 1)])}
-
-
-def xtc_params(rng):
-    # With probabilities for which the result is deterministic.
-    return {"xtc_probability": rng.choice([0.0, 1.0]), "xtc_threshold": rng.choice([0.0, 0.1, rng.random()])}
-
-
-def maybe_xtc(line, xtc_probability, xtc_threshold, least):
-    if xtc_probability == 0.0:
-        return [True] * len(line), math.inf
-    return reference.xtc(line, xtc_threshold, least)
-
-
-KINDS = {
-    "top_n_sigma": (TopNSigmaLogitsWarper, sigma_params, reference.top_n_sigma),
-    "top_h": (TopHLogitsWarper, h_params, reference.top_h),
-    "p_less": (PLessLogitsWarper, lambda rng: {}, reference.p_less),
-    "xtc": (XTCLogitsWarper, xtc_params, maybe_xtc),
-}
-
-
-def check(name, found, lines, params):
-    """What stays is exactly as it was, what goes is -inf; gives how many lines were too close to call."""
-    close = 0
-    for answer, line, own in zip(found, lines, params, strict=True):
-        own = dict(own)
-        least = own.pop("min_tokens_to_keep")
-        kept, margin = KINDS[name][2](line, *own.values(), least)
-        if margin < 1e-5:
-            close += 1
-            continue
-        wanted = [score if stays else -math.inf for score, stays in zip(line, kept, strict=True)]
-        assert answer.tolist() == wanted, (line, own, least)
-    return close
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_line_is_cut_by_its_own_parameters(name):
-    rng, tried, close = random.Random(name), 0, 0
-    kind, chance_params, _ = KINDS[name]
-    for _ in range(200):
-        vocabulary, count = rng.choice([1, 2, 3, 7, 20, 64]), rng.randint(2, 12)
-        lines = [chance_scores(rng, vocabulary) for _ in range(count)]
-        least = [rng.choice([1, 1, 1, 2, 5, 100]) for _ in lines]
-        params = [{**chance_params(rng), "min_tokens_to_keep": one} for one in least]
-        rows = [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 4))] for _ in lines]
-        given, nan = spoil(rng, torch.tensor(lines))
-        found = kind.make_unbound().process(context(rng, rows, [0] * count, params), given)
-        rest = [at for at in range(count) if at != nan]
-        close += check(name, found[rest], [lines[at] for at in rest], [params[at] for at in rest])
-        tried += len(rest)
-    assert tried > 1000
-    assert close < 0.05 * tried
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_lines_of_drafts_are_cut_alike(name):
-    rng = random.Random(f"{name} drafts")
-    kind, chance_params, _ = KINDS[name]
-    for _ in range(20):
-        vocabulary, count, width = rng.choice([2, 7, 20]), rng.randint(1, 5), rng.randint(1, 3)
-        params = [{**chance_params(rng), "min_tokens_to_keep": rng.choice([1, 3])} for _ in range(count)]
-        rows = [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 4))] for _ in params]
-        drafts = [[rng.randrange(vocabulary) for _ in range(width)] for _ in params]
-        lines = [chance_scores(rng, vocabulary) for _ in range(count * (width + 1))]
-        found = kind.make_unbound().process(
-            drafted(rng, rows, [1] * count, params, drafts), torch.tensor(lines)
-        )
-        check(name, found, lines, [params[at // (width + 1)] for at in range(len(lines))])
 
 
 @pytest.mark.parametrize(
@@ -175,17 +98,27 @@ def test_xtc_asks_the_row_not_the_batch():
 
 
 @pytest.mark.parametrize(
-    ("make", "name"),
+    ("scores", "wanted"),
     [
-        (lambda: TopNSigmaLogitsWarper(0.0), "top_n_sigma"),
-        (lambda: TopNSigmaLogitsWarper(math.nan), "top_n_sigma"),
-        (lambda: TopHLogitsWarper(0), "top_h"),
-        (lambda: TopHLogitsWarper(1.1), "top_h"),
-        (lambda: PLessLogitsWarper(min_tokens_to_keep=0), "min_tokens_to_keep"),
-        (lambda: XTCLogitsWarper(1.1), "xtc_probability"),
-        (lambda: XTCLogitsWarper(0.5, -0.1), "xtc_threshold"),
+        ([0.0, 0.0, 0.0, 0.0], [0.0] * 4),
+        ([3.0, 3.0, -math.inf], [1.5, 1.5, -math.inf]),  # level: the highest temperature, 2
+        ([3.0, -math.inf, -math.inf], [3.0, -math.inf, -math.inf]),  # one candidate: as it was
+        ([300.0, 0.0, -5.0], [300.0, -math.inf, -math.inf]),  # certain: temperature 0
+        ([300.0, 300.0, -500.0], [300.0 / (2 * math.log(2) / math.log(3))] * 2 + [-396.24063]),
+        ([-math.inf] * 3, [-math.inf] * 3),
     ],
 )
-def test_odd_arguments_are_refused_by_name(make, name):
-    with pytest.raises(InputError, match=name):
-        make()
+def test_the_ends_of_the_range(scores, wanted):
+    found = DynamicTemperatureLogitsWarper(1.0, 1.0)(IDS, torch.tensor([scores]))
+    torch.testing.assert_close(found, torch.tensor([wanted]))
+
+
+def test_neither_certainty_nor_any_scale_makes_a_score_that_is_no_number():
+    """The temperature goes to 0 with the entropy: through every size, for any scale of the scores."""
+    for gap in [0.0, *(10.0**at for at in range(-6, 6))]:
+        for scale in (1e-20, 1.0, 1e20):
+            scores = torch.tensor([[gap, 0.0, -gap]]) * scale
+            found = DynamicTemperatureLogitsWarper(0.5, 1.0)(IDS, scores)
+            chances = found.softmax(-1)
+            assert chances.isfinite().all(), (gap, scale)
+            assert found[0, 0] >= found[0, 1] >= found[0, 2]

@@ -234,14 +234,6 @@ def test_rows_that_fork_move_join_and_leave_are_drafted_as_by_hand(data, shared)
         rows.round()
 
 
-def test_forks_grow_apart():
-    drafter, twins = SuffixLookup(False), [Line(0, 2, [1, 2, 1, 2]), Line(0, 2, [1, 2, 1, 2])]
-    assert drafted(drafter, twins[:1], [-1], [9]) == [[1, 2]]
-    first, second = Line(0, 2, [1, 2, 1, 2, 3, 1, 2]), Line(0, 2, [1, 2, 1, 2, 4, 1, 2])
-    assert drafted(drafter, [second, first], [0, 0], [9, 9]) == [[4, 1], [3, 1]]
-    assert drafted(drafter, [first, second], [1, 0], [9, 0]) == [[3, 1], []]
-
-
 def test_a_row_that_does_not_use_it_tries_nothing_and_is_not_read():
     drafter = SuffixLookup(True)
     lines = [Line(0, 0, [1, 2, 1, 2], wanted=-1), Line(1, 0, [1, 2, 1, 2], wanted=1)]
@@ -269,30 +261,21 @@ def test_outputs_of_a_request_help_later_ones_only_if_shared():
         assert drafted(drafter, [Line(2, 2, [4, 5])], [-1], [9]) == [[]]
 
 
-def test_a_row_prefers_its_own_past_unless_another_has_a_longer_match():
+@pytest.mark.parametrize(
+    ("texts", "row", "expected"),
+    [
+        ([[3, 4, 5, 6]], [4, 9, 4], [9]),  # its own past, unless another has a longer match
+        ([[3, 4, 5, 6]], [4, 9, 3, 4], [5, 6]),
+        ([[1, 2, 3, 4], [7, 8]], [1, 2, 3], [4]),  # a copy ends where the text it comes from ends
+        ([[1, 2, 3, 4], [7, 8]], [3, 4], []),  # nothing follows `3 4`, and `4` neither
+        ([[1, 2, 3, 4], [3, 5, 6, 7, 8]], [1, 2, 3, 5], [6, 7]),
+    ],
+)
+def test_what_earlier_texts_give_a_row(texts, row, expected):
     drafter = SuffixLookup(True)
-    wrote(drafter, [3, 4, 5, 6])
-    assert drafted(drafter, [Line(1, 0, [4, 9, 4])], [-1], [9]) == [[9]]
-    assert drafted(drafter, [Line(2, 0, [4, 9, 3, 4])], [-1], [9]) == [[5, 6]]
-
-
-def test_rows_that_ended_before_their_request_are_kept_as_well():
-    drafter = SuffixLookup(True)
-    drafted(drafter, [Line(0, 0, [1])], [-1], [9])
-    drafted(drafter, [Line(0, 0, [1, 2, 3]), Line(0, 0, [1, 4, 5])], [0, 0], [9, 9])
-    drafted(drafter, [Line(0, 0, [1, 4, 5, 6])], [1], [9])
-    drafter.remove_requests([0])
-    lines = [Line(1, 0, [1, 2]), Line(2, 0, [4, 5])]
-    assert drafted(drafter, lines, [-1, -1], [9, 9]) == [[3], [6]]
-
-
-def test_a_copy_ends_where_the_text_it_comes_from_ends():
-    drafter = SuffixLookup(True)
-    wrote(drafter, [1, 2, 3, 4])
-    wrote(drafter, [7, 8])
-    assert drafted(drafter, [Line(3, 0, [1, 2, 3])], [-1], [9]) == [[4]]
-    # Nothing follows `3 4`, and `4` neither.
-    assert drafted(drafter, [Line(4, 0, [3, 4])], [-1], [9]) == [[]]
+    for text in texts:
+        wrote(drafter, text)
+    assert drafted(drafter, [Line(9, 0, row)], [-1], [9]) == [expected]
 
 
 def test_the_shared_index_is_bounded_and_evicts_the_oldest():
@@ -308,31 +291,6 @@ def test_the_shared_index_is_bounded_and_evicts_the_oldest():
     wrote(drafter, list(range(5000, 5100)), request=502)
     assert drafted(drafter, [Line(503, 0, [5097, 5098])], [-1], [2]) == [[5099]]
     assert drafted(drafter, [Line(504, 0, [5001, 5002])], [-1], [2]) == [[]]
-
-
-def test_a_match_in_the_archive_grows_with_its_row_and_with_its_forks():
-    drafter = SuffixLookup(True)
-    wrote(drafter, [1, 2, 3, 4, 5, 6])
-    assert drafted(drafter, [Line(1, 0, [1])], [-1], [9]) == [[2]]
-    assert drafted(drafter, [Line(1, 0, [1, 2])], [0], [9]) == [[3, 4]]
-    forks = [Line(1, 0, [1, 2, 3]), Line(1, 0, [1, 2, 9]), Line(1, 0, [1, 2, 3])]
-    assert drafted(drafter, forks, [0, 0, 0], [9, 9, 9]) == [[4, 5, 6], [], [4, 5, 6]]
-
-
-def test_a_match_in_the_archive_is_cut_to_what_goes_on():
-    drafter = SuffixLookup(True)
-    wrote(drafter, [1, 2, 3, 4])
-    wrote(drafter, [3, 5, 6, 7, 8])
-    assert drafted(drafter, [Line(1, 0, [1, 2, 3])], [-1], [9]) == [[4]]
-    assert drafted(drafter, [Line(1, 0, [1, 2, 3, 5])], [0], [9]) == [[6, 7]]
-
-
-def test_of_equal_matches_the_younger_generation_has_the_latest():
-    drafter = type("Small", (SuffixLookup,), {"SHARED_CAPACITY": 12})(True)
-    wrote(drafter, [1, 2, 3, 3])
-    wrote(drafter, [1, 2, 4, 4])
-    assert len(drafter._shared_indexes.get(b"").generations) == 2
-    assert drafted(drafter, [Line(1, 0, [1, 2])], [-1], [9]) == [[4, 4]]
 
 
 def test_a_row_is_sought_anew_when_the_archive_has_grown():

@@ -13,9 +13,8 @@ import torch
 from descant import ConfigError, GenerationConfig, InputError, Request, RowError, generate, stream
 from descant.decoding.processors.truncation import MirostatLogitsWarper
 from descant.engine.session import Finished, Session, Tokens
-from descant.testing import check_admission, check_batch, check_seed, outcomes
+from descant.testing import outcomes
 from tests.contracts.configs import TEXTS, tokenizer
-from tests.contracts.subjects import requests
 from tests.support import byte_tokenizer as spelling
 from tests.support.tiny_models import pad, prompts
 
@@ -80,29 +79,21 @@ def output_of(model, phrases: Any, *wanted: str, **given: Any) -> str:
         (["b c"], ["ab cd", "ax cd"], "ax cd"),
         (["bz"], ["ab", "ac"], "aczz"),
         (["zz"], ["a"], "a!!z"),
+        (["abcdefg"], ["abcdefgh", "abcdefxx", "qrs"], "qrszzzzzz"),  # a long way back
+        ("bc", ["abc", "ax"], "axz"),  # one phrase by itself
+        # 'b' is masked after 'a'; then 'c' completes another phrase there, and both are.
+        (["bx", "cy"], ["abx", "acy", "adq"], "adq"),
+        # 'x' was masked after 'ab' and that mask goes when 'b' does: 'x' may come after 'ac'.
+        (["xq", "by"], ["abxq", "aby", "acx"], "acxz"),
+        # After "xab" nothing that began with 'x' is under way; but "bz" would lead back to "xa".
+        (["xaq", "bz"], ["xabz", "xaq", "yy"], "yyzz"),
+        (["bcd"], ["abcd"], "abc"),  # the end is inside the phrase: it may stay
     ],
 )
 def test_the_output_instead_of_a_phrase(tiny, phrases, wanted, expected):
     found = output_of(tiny("llama").model, phrases, *wanted, max_new_tokens=len(expected))
     assert not any(one in found for one in phrases)
     assert found == expected
-
-
-def test_masks_stay_while_the_text_before_them_does(tiny):
-    # 'b' is masked after 'a'; then 'c' completes another phrase there, and both are.
-    model = tiny("llama").model
-    assert output_of(model, ["bx", "cy"], "abx", "acy", "adq", max_new_tokens=3) == "adq"
-    # 'x' was masked after 'ab' and that mask goes when 'b' does: 'x' may come after 'ac'.
-    assert output_of(model, ["xq", "by"], "abxq", "aby", "acx", max_new_tokens=4) == "acxz"
-
-
-def test_a_long_way_back(tiny):
-    found = output_of(tiny("llama").model, ["abcdefg"], "abcdefgh", "abcdefxx", "qrs", max_new_tokens=9)
-    assert found.startswith("qrs")
-
-
-def test_one_phrase_may_be_given_by_itself(tiny):
-    assert output_of(tiny("llama").model, "bc", "abc", "ax", max_new_tokens=3) == "axz"
 
 
 def test_the_prompt_may_have_a_phrase_and_its_beginning(tiny):
@@ -134,22 +125,6 @@ def test_the_common_prefix_is_never_taken_back(tiny):
         assert all(final[number][: len(one)] == one for one in found)
     assert [text(one) for one in prefixes[0]][:4] == ["a", "a", "a", "a"]  # "bc" may go, and goes
     assert [len(one) for one in prefixes[2]] == [1, 2, 3, 4, 5]
-
-
-def test_samplers_see_what_is_left(tiny):
-    # With one token left to draw from, a mask after top-k would leave none.
-    found = output_of(
-        tiny("llama").model,
-        ["b", "x"],
-        "abcd",
-        "axcd",
-        "aycd",
-        max_new_tokens=4,
-        do_sample=True,
-        seed=1,
-        top_k=1,
-    )
-    assert found == "aycd"
 
 
 # ------------------------------------------------------------------------ against a reference
@@ -209,7 +184,7 @@ def _cases(tiny, count: int, **given: Any):
         yield prompt, phrases, config
 
 
-@pytest.mark.ci_cases("20-given0", "20-given3")
+@pytest.mark.ci_cases("12-given0", "12-given1", "12-given3")
 @pytest.mark.parametrize(
     "given",
     [
@@ -219,7 +194,7 @@ def _cases(tiny, count: int, **given: Any):
         {"suppress_tokens": [2]},
     ],
 )
-@pytest.mark.parametrize("count", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
 def test_it_equals_starting_from_scratch(tiny, given, count):
     model = tiny("llama").model
     changed = 0
@@ -263,74 +238,6 @@ def test_no_phrase_and_nothing_taken_back_in_a_crowd(tiny):
 
 
 # ------------------------------------------------------------------------ the laws
-METHODS = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "seed": 7, "temperature": 1.5},
-    "fanned": {"do_sample": True, "seed": 8, "temperature": 2.0, "num_return_sequences": 3},
-}
-
-
-def lawful(tiny, method: str, name: str = "llama") -> list[Request]:
-    given = []
-    for at, (prompt, phrases, config) in enumerate(_cases(tiny, 5, **METHODS[method])):
-        own = {"seed": 7 + at} if "seed" in METHODS[method] else {}
-        given.append(request(prompt, [*phrases, "a", "b", "K"], **{**config, "max_new_tokens": 12, **own}))
-    return given
-
-
-@pytest.mark.ci_cases("llama-sampling")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
-def test_a_batch_equals_its_rows(tiny, method, name):
-    given = lawful(tiny, method)
-    check_batch(tiny(name).model, given)
-    check_admission(tiny(name).model, given[:3], schedules=4)
-
-
-def test_a_seed_is_the_requests_own(tiny):
-    check_seed(tiny("llama").model, lawful(tiny, "fanned")[:3], schedules=3)
-
-
-def test_beside_other_methods(tiny):
-    others = [
-        Request(ids("Abc"), GenerationConfig(num_beams=3, max_new_tokens=9)),
-        Request(ids("Abc"), GenerationConfig(max_new_tokens=9)),
-        Request(ids("x"), GenerationConfig(do_sample=True, seed=3, mirostat_tau=3.0, max_new_tokens=9)),
-        Request(ids("xyz"), GenerationConfig(max_new_tokens=9, stop_strings="b"), tokenizer=tokenizer()),
-    ]
-    check_batch(tiny("llama").model, [*lawful(tiny, "greedy")[:2], *others, *lawful(tiny, "fanned")[:2]])
-
-
-@pytest.mark.ci_cases("fanned")
-@pytest.mark.parametrize("method", METHODS)
-def test_of_a_model_with_an_encoder(tiny, method):
-    given = [
-        replace(one, tokenizer=tokenizer())
-        for one in requests(
-            tiny("t5"),
-            [
-                GenerationConfig(
-                    banned_phrases=["a", "b", "KL", *"QRSTUV"[at:]], max_new_tokens=9, **METHODS[method]
-                )
-                for at in range(4)
-            ],
-            (5, 9, 1, 6),
-        )
-    ]
-    check_batch(tiny("t5").model, given)
-    check_admission(tiny("t5").model, given[:3], schedules=3)
-
-
-def test_the_cache_equals_a_fresh_run(tiny):
-    model = tiny("llama").model
-    found = outcomes(model, lawful(tiny, "sampling"))
-    seen = 0
-    for one in found:
-        for prefix, logits in one.logits.items():
-            fresh = model(torch.tensor([prefix])).logits[0, -1]
-            assert torch.allclose(fresh, logits, atol=1e-4)
-            seen += 1
-    assert seen > 50
 
 
 def test_healed_tokens_belong_to_the_prompt(tiny):
@@ -353,23 +260,23 @@ def test_healed_tokens_belong_to_the_prompt(tiny):
 
 
 # ------------------------------------------------------------------------ ends, stops, events
-def test_a_stop_string_matches_final_text_only(tiny):
-    model = tiny("llama").model
-    # "xb" would stop the row, but its 'b' is banned; 'x' stays and 'c' follows.
-    assert output_of(model, ["b"], "axb", "axcd", max_new_tokens=4, stop_strings="xb") == "axcd"
-    # The state of the stop string "bc" must not keep a 'b' that was retracted.
-    assert output_of(model, ["bx"], "abx", "acde", max_new_tokens=4, stop_strings="bc") == "acde"
-    assert output_of(model, ["bx"], "abx", "abcd", "aabc", max_new_tokens=4, stop_strings="bc") == "aabc"
-    assert (
-        output_of(model, ["cx"], "abcx", "abcd", "abe", "abd", max_new_tokens=6, stop_strings="bd")
-        == "abezzz"
-    )
-
-
-def test_an_end_inside_a_phrase_lets_it_stay(tiny):
-    model = tiny("llama").model
-    assert output_of(model, ["bcd"], "abcd", max_new_tokens=3) == "abc"
-    assert output_of(model, ["bcd"], "abc!", max_new_tokens=8, eos_token_id=TEXTS.index("!")) == "abc!"
+@pytest.mark.parametrize(
+    ("phrases", "wanted", "given", "expected"),
+    [
+        # "xb" would stop the row, but its 'b' is banned; 'x' stays and 'c' follows.
+        (["b"], ["axb", "axcd"], {"stop_strings": "xb"}, "axcd"),
+        # The state of the stop string "bc" must not keep a 'b' that was retracted.
+        (["bx"], ["abx", "acde"], {"stop_strings": "bc"}, "acde"),
+        (["bx"], ["abx", "abcd", "aabc"], {"stop_strings": "bc"}, "aabc"),
+        (["cx"], ["abcx", "abcd", "abe", "abd"], {"stop_strings": "bd", "max_new_tokens": 6}, "abezzz"),
+        (["bcd"], ["abc!"], {"eos_token_id": TEXTS.index("!"), "max_new_tokens": 8}, "abc!"),
+        # With one token left to draw from, a mask after top-k would leave none.
+        (["b", "x"], ["abcd", "axcd", "aycd"], {"do_sample": True, "seed": 1, "top_k": 1}, "aycd"),
+    ],
+)
+def test_ends_stops_and_samplers_see_what_stays(tiny, phrases, wanted, given, expected):
+    found = output_of(tiny("llama").model, phrases, *wanted, **{"max_new_tokens": 4, **given})
+    assert found == expected
 
 
 def test_tokens_are_held_back_no_longer_than_they_must(tiny):
@@ -384,18 +291,11 @@ def test_tokens_are_held_back_no_longer_than_they_must(tiny):
     assert told == ["a", "", "", "bcq", "r"]
 
 
-def test_what_a_later_cut_could_reach_is_held(tiny):
-    # After "xab" nothing that began with 'x' is under way; but "bz" would lead back to "xa", where "xaq" is.
-    found = output_of(tiny("llama").model, ["xaq", "bz"], "xabz", "xaq", "yy", max_new_tokens=4)
-    assert found == "yyzz"
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_generate_and_stream(tiny, side):
+def test_generate_and_stream(tiny):
     model = tiny("llama").model
     cases = list(_cases(tiny, 6))
     phrases = sorted({one for _, some, _ in cases for one in some})
-    rows, mask = pad([prompt for prompt, _, _ in cases], 0, side)
+    rows, mask = pad([prompt for prompt, _, _ in cases], 0, "left")
     given = {"attention_mask": mask, "banned_phrases": phrases, "max_new_tokens": 9, "logprobs": 2}
     out = generate(model, rows, tokenizer=tokenizer(), return_dict_in_generate=True, **given)
     with stream(model, rows, tokenizer(), **given) as events:
