@@ -61,12 +61,38 @@ def test_tokens_beyond_the_tokenizer_are_never_permitted(backend):
     assert masks(pool, [[]]).shape[1] == len(tokenizer())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("types", [{}, {"type": ["object", "null"]}, {"type": "string"}])
-def test_one_of_whose_options_are_not_objects_only_is_refused(backend, types):
-    options = [{"required": ["a"], "properties": {"a": {"const": one}}, **types} for one in (1, 2)]
-    with pytest.raises(ConfigError, match="exclude each other"):
-        compiled(tokenizer(), backend, json_schema={"oneOf": options})
+def one_of(*options):
+    return {"json_schema": {"oneOf": [*options]}}
+
+
+CONSTANTS = [{"required": ["a"], "properties": {"a": {"const": one}}} for one in (1, 2)]
+WHOLE = {"type": "object", "required": ["a"]}
+REFUSED = [  # backends, schema, message
+    # The options are not objects only.
+    *(
+        (BACKENDS, one_of(*({**one, **types} for one in CONSTANTS)), "exclude each other")
+        for types in ({}, {"type": ["object", "null"]}, {"type": "string"})
+    ),
+    # xgrammar ignores what stands beside constants.
+    *(
+        (("xgrammar",), {"json_schema": schema}, "`grammar` must be a grammar that xgrammar")
+        for schema in ({"type": "string", "enum": ["a", 1]}, {"type": "string", "const": 1}, {"anyOf": []})
+    ),
+    # Keywords have values of other types.
+    (BACKENDS, one_of({"type": "object", "required": 5}, WHOLE), "`grammar` must be"),
+    (BACKENDS, one_of({"type": 5}, WHOLE), "`grammar` must be"),
+    (BACKENDS, one_of({"type": [{}]}, WHOLE), "`grammar` must be"),
+    (BACKENDS, one_of({"type": "object", "properties": []}, WHOLE), "`grammar` must be"),
+]
+
+
+@pytest.mark.parametrize(
+    ("backend", "schema", "message"),
+    [(backend, schema, message) for backends, schema, message in REFUSED for backend in backends],
+)
+def test_a_schema_that_would_be_misread_is_refused(backend, schema, message):
+    with pytest.raises(ConfigError, match=message):
+        compiled(tokenizer(), backend, **schema)
 
 
 def test_a_regex_is_not_read_by_another_library():
@@ -128,25 +154,6 @@ def test_threads_compile_side_by_side():
         thread.join()
     assert not failures
     assert compiler.num_compilations == 24
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [{"type": "string", "enum": ["a", 1]}, {"type": "string", "const": 1}, {"anyOf": []}],
-)
-def test_what_xgrammar_ignores_beside_constants_is_refused(schema):
-    with pytest.raises(ConfigError, match="`grammar` must be a grammar that xgrammar"):
-        compiled(tokenizer(), "xgrammar", json_schema=schema)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "option",
-    [{"type": "object", "required": 5}, {"type": 5}, {"type": [{}]}, {"type": "object", "properties": []}],
-)
-def test_keywords_with_values_of_other_types_are_refused(backend, option):
-    with pytest.raises(ConfigError, match="`grammar` must be"):
-        compiled(tokenizer(), backend, json_schema={"oneOf": [option, {"type": "object", "required": ["a"]}]})
 
 
 def test_lone_surrogates_are_refused():

@@ -1,6 +1,6 @@
 """Random schedules of admission, refusal, step and cancellation: each request is as if it were alone.
 
-Unlike in `test_schedules`, some requests are refused and some leave before their first step.
+Some requests are refused, some fail at a step of their own, and some leave before their first step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from descant import Failed, Finished, GenerationConfig, InputError, Request, Session
-from descant.testing import outcomes
+from descant import Failed, Finished, GenerationConfig, InputError, Request, RowError, Session
+from descant.testing import failing_request, outcomes
 from tests.contracts.subjects import requests
 from tools.sweep.kinds import representative
 from tools.sweep.trial import subject_of
@@ -72,13 +72,17 @@ class Run:
     def __init__(self, subject: Subject, rng: random.Random) -> None:
         self.subject, self.rng = subject, rng
         self.session = Session(subject.model)
-        self.running: dict[int, int] = {}  # request -> its place among the given ones
+        self.running: dict[int, int | None] = {}  # request -> its place among the given ones; None: it fails
         self.num_ended = 0
 
     def admit(self) -> None:
-        places = self.rng.choices(range(len(self.subject.given)), k=self.rng.randint(1, 3))
-        numbers = self.session.admit(*(self.subject.given[at] for at in places))
-        self.running.update(zip(numbers, places, strict=True))
+        places: list[int | None] = [
+            *self.rng.choices(range(len(self.subject.given)), k=self.rng.randint(1, 3))
+        ]
+        wanted = [self.subject.given[at] for at in places if at is not None]
+        if self.rng.random() < 0.2:
+            wanted[0], places[0] = failing_request(wanted[0], self.rng.randint(0, 4)), None
+        self.running.update(zip(self.session.admit(*wanted), places, strict=True))
 
     def refuse(self) -> None:
         wanted = [self.rng.choice(self.subject.given), self.rng.choice(self.subject.refused)]
@@ -88,11 +92,15 @@ class Run:
 
     def step(self) -> None:
         for event in self.session.step():
-            assert not isinstance(event, Failed)
-            if isinstance(event, Finished):
-                place = self.running.pop(event.request)
+            if not isinstance(event, Finished | Failed):
+                continue
+            place = self.running.pop(event.request)
+            self.num_ended += 1
+            if isinstance(event, Failed):
+                assert place is None
+                assert isinstance(event.error, RowError)
+            elif place is not None:
                 assert [one.tokens.tolist() for one in event.hypotheses] == self.subject.alone[place], place
-                self.num_ended += 1
 
     def cancel(self) -> None:
         if self.running:
