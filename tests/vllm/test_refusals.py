@@ -72,43 +72,60 @@ def test_unknown_names(raises_for, name, nearest):
     assert nearest in message
 
 
-TOP_H = {"top_h": 0.5}
-# By name: fields, and parameters of vLLM that say the same, or that the plug-in cannot run beside fields.
-REFUSED = [
-    ("logit_bias", TOP_H, {"logit_bias": {5: 1.0}}),
-    ("bad_words", TOP_H, {"bad_words": ["the"]}),
-    ("allowed_token_ids", TOP_H, {"allowed_token_ids": [5, 6]}),
-    ("min_tokens", TOP_H, {"min_tokens": 2}),
-    ("structured_outputs", TOP_H, {"structured_outputs": StructuredOutputsParams(choice=["a"])}),
-    ("thinking_token_budget", TOP_H, {"thinking_token_budget": 4}),
-    (
-        "repetition_detection",
-        TOP_H,
-        {"repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_count=3)},
-    ),
-    ("temperature", {"temperature": 0.9}, {"temperature": 0.8}),
-    ("top_k", {"top_k": 5}, {"top_k": 4}),
-    ("top_p", {"top_p": 0.5}, {"top_p": 0.9}),
-    ("repetition_penalty", {"repetition_penalty": 1.1}, {"repetition_penalty": 1.2}),
-    ("num_return_sequences", {"num_return_sequences": 3}, {"n": 2, "temperature": 1.0}),
-    ("max_new_tokens", {"max_new_tokens": 9}, {}),
-    ("max_length", {"max_length": 9}, {}),
-    ("eos_token_id", {"eos_token_id": 5}, {}),
-    ("stop_token_ids", {"stop_token_ids": [5]}, {}),
-    # Ids beyond the vocabulary.
-    ("suppress_tokens", {"suppress_tokens": [10**6]}, {}),
-    ("bad_words_ids", {"bad_words_ids": [[3, 10**6]]}, {}),
-    ("sequence_bias", {"sequence_bias": [[[10**6], 1.0]]}, {}),
-    ("logit_bias", {"logit_bias": {"1000000": 1.0}}, {}),
-    ("forced_bos_token_id", {"forced_bos_token_id": 10**6}, {}),
-    # No dict.
-    *(("descant", given, {}) for given in ("{", "[1]", 5, ["top_h"])),
-]
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("logit_bias", {"logit_bias": {5: 1.0}}),
+        ("bad_words", {"bad_words": ["the"]}),
+        ("allowed_token_ids", {"allowed_token_ids": [5, 6]}),
+        ("min_tokens", {"min_tokens": 2}),
+        ("structured_outputs", {"structured_outputs": StructuredOutputsParams(choice=["a"])}),
+        ("thinking_token_budget", {"thinking_token_budget": 4}),
+        (
+            "repetition_detection",
+            {"repetition_detection": RepetitionDetectionParams(max_pattern_size=4, min_count=3)},
+        ),
+    ],
+)
+def test_parameters_of_vllm_in_conflict(raises_for, name, others):
+    assert f"`{name}`" in raises_for(params_with({"top_h": 0.5}, **others))
 
 
-@pytest.mark.parametrize(("name", "fields", "others"), REFUSED)
-def test_what_is_refused(raises_for, name, fields, others):
+@pytest.mark.parametrize(
+    ("name", "fields", "others"),
+    [
+        ("temperature", {"temperature": 0.9}, {"temperature": 0.8}),
+        ("top_k", {"top_k": 5}, {"top_k": 4}),
+        ("top_p", {"top_p": 0.5}, {"top_p": 0.9}),
+        ("repetition_penalty", {"repetition_penalty": 1.1}, {"repetition_penalty": 1.2}),
+        ("num_return_sequences", {"num_return_sequences": 3}, {"n": 2, "temperature": 1.0}),
+        ("max_new_tokens", {"max_new_tokens": 9}, {}),
+        ("max_length", {"max_length": 9}, {}),
+        ("eos_token_id", {"eos_token_id": 5}, {}),
+        ("stop_token_ids", {"stop_token_ids": [5]}, {}),
+    ],
+)
+def test_what_is_said_twice(raises_for, name, fields, others):
     assert f"`{name}`" in raises_for(params_with(fields, **others))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("suppress_tokens", [10**6]),
+        ("bad_words_ids", [[3, 10**6]]),
+        ("sequence_bias", [[[10**6], 1.0]]),
+        ("logit_bias", {"1000000": 1.0}),
+        ("forced_bos_token_id", 10**6),
+    ],
+)
+def test_ids_beyond_the_vocabulary(raises_for, name, value):
+    assert f"`{name}`" in raises_for(params_with({name: value}))
+
+
+@pytest.mark.parametrize("given", ["{", "[1]", 5, ["top_h"]])
+def test_what_is_no_dict(raises_for, given):
+    assert "`descant`" in raises_for(params_with(given))
 
 
 @pytest.mark.parametrize(

@@ -69,20 +69,24 @@ def asynchronous(monkeypatch):
     return seen  # the last tokens in the lists that the plug-in gets
 
 
-@pytest.mark.parametrize(
-    ("settings", "preemptions", "partial_prompts"),
-    [
-        ({**FEW_BLOCKS, "enable_prefix_caching": False}, 6, 0),
-        ({**FEW_BLOCKS, **SMALL_CHUNKS}, 6, 10),
-        ({**SMALL_CHUNKS, "enable_prefix_caching": False}, 0, 10),
-    ],
-    ids=["preempted", "preempted with chunks and shared prefixes", "chunks without a prefix cache"],
-)
-def test_preemption_and_chunks(engines, expected, schedule_counts, settings, preemptions, partial_prompts):
+def test_preemption(engines, expected, schedule_counts):
     cases, tokens = expected
-    assert vllm_tokens(engines(**settings), cases) == tokens
-    assert schedule_counts.preemptions >= preemptions
-    assert schedule_counts.partial_prompts >= partial_prompts
+    llm = engines(**FEW_BLOCKS, enable_prefix_caching=False)
+    assert vllm_tokens(llm, cases) == tokens
+    assert schedule_counts.preemptions >= 6
+
+
+def test_preemption_with_chunks_and_shared_prefixes(engines, expected, schedule_counts):
+    cases, tokens = expected
+    assert vllm_tokens(engines(**FEW_BLOCKS, **SMALL_CHUNKS), cases) == tokens
+    assert schedule_counts.preemptions >= 6
+    assert schedule_counts.partial_prompts >= 10
+
+
+def test_chunks_without_a_prefix_cache(engines, expected, schedule_counts):
+    cases, tokens = expected
+    assert vllm_tokens(engines(**SMALL_CHUNKS, enable_prefix_caching=False), cases) == tokens
+    assert schedule_counts.partial_prompts >= 10
 
 
 def test_shared_prefixes(engines, expected):
