@@ -88,7 +88,7 @@ def line(name: str, model: Any, geometry: KVShape) -> list[str]:
     sizes, shares = ["a state"] * 3, "no"
     if long is not None and beams is not None:
         sizes = [
-            format_bytes(long.final_bytes / LONG.total_positions),
+            format_bytes(long.final_bytes / (LONG.num_rows * LONG.final_length)),
             format_bytes(long.final_bytes),
             format_bytes(beams.final_bytes),
         ]
