@@ -139,7 +139,7 @@ def _write(contents: Mapping[str, bytes], private: bool = False, exclusive: bool
             _flush(file)
             temporaries[temporary] = target
         for temporary, target in temporaries.items():
-            (os.link if exclusive else os.replace)(temporary, target)  # its final name
+            _publish(temporary, target, exclusive)
     # The new names survive a power failure, where the system can flush a folder.
     for folder in {os.path.dirname(target) for target in contents}:
         with contextlib.suppress(OSError):
@@ -178,3 +178,8 @@ def _temporary_file(target: str, private: bool = False) -> Iterator[tuple[Binary
 def _flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
+
+
+def _publish(temporary: str, target: str, exclusive: bool = False) -> None:
+    """Give a complete file its final name."""
+    (os.link if exclusive else os.replace)(temporary, target)
