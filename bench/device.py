@@ -116,6 +116,7 @@ def missing_processors() -> list[str]:
     return sorted({spec.name for spec in PROCESSOR_SPECS} - counted - {*UNCOUNTED})
 
 
+_WIDTH: Final = 22
 _HEAD: Final = ("case", "steady", "network", "prefill", "joining", "ending")
 
 
@@ -133,8 +134,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to this file")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    print("launches outside the network / reads / copies to the device")
-    print("{:34}{:>18}{:>9}{:>18}{:>18}{:>18}".format(*_HEAD))
+    print("launches outside the network / reads (of them before the next forward) / copies to the device")
+    print("{:34}{:>22}{:>9}{:>22}{:>22}{:>22}".format(*_HEAD))
     figures = {}
     for name in options.case or known:
         cost = count(known[name])
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _cell(cost: StepCost) -> str:
-    return f"{cost.launches:g} / {cost.reads:g} / {cost.copies:g}".rjust(18)
+    return f"{cost.launches:g} / {cost.reads:g} ({cost.early_reads:g}) / {cost.copies:g}".rjust(_WIDTH)
 
 
 if __name__ == "__main__":

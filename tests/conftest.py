@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from descant.engine import session
 from tests.reference.process.client import ReferenceClient
 from tests.security import watch
 from tests.support import ci_slices, pretrained, tiny_models
@@ -31,6 +32,8 @@ collect_ignore = [] if find_spec("vllm") else ["vllm"]
 
 torch.set_num_threads(1)
 watch.begin()
+if os.environ.get("DESCANT_TEST_OVERLAP") == "1":  # `Session(overlap=True)` wherever a test does not say
+    session.DIRECT_DEVICES = ()
 
 
 @pytest.hookimpl(wrapper=True)

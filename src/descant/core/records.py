@@ -82,6 +82,9 @@ class ForwardOutput(NamedTuple):
     row_index: Tensor | None = None  # [R] (host) the fed row of the table; None: row `i` is row `i`
     # Processed scores [N, V] of some rows [N] with further columns, for a strategy with `has_groups`.
     process_rows: Callable[[Tensor, Mapping[str, Tensor]], Tensor] | None = None
+    # Launches the forward that follows, given the token of each fed row [R] on the device. A strategy that
+    # adds one token to every row may call it before it reads the tokens. None: it must not.
+    launch_next: Callable[[Tensor], None] | None = None
 
 
 class Tokens(NamedTuple):

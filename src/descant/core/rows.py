@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -44,7 +45,29 @@ def uniform_value(column: Tensor) -> int | None:
 
 def index_rows(column: Tensor, index: Tensor) -> Tensor:
     """The rows `index` (on the host) of a column on any device."""
-    return column.index_select(0, index.to(column.device, non_blocking=True))
+    return column.index_select(0, index if column.is_cpu else on_device(index, column.device))
+
+
+_MAX_SENT, _MAX_SENT_BYTES = 256, 4096
+_sent: OrderedDict[tuple[Any, ...], Tensor] = OrderedDict()  # the last ones used, by their content
+
+
+def on_device(values: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on a device, which must not be written to; equal values are sent once.
+
+    Most steps use the indices of the step before, and a copy takes the host as long as several kernels.
+    """
+    if device.type == "cpu" or not values.is_cpu or values.nbytes > _MAX_SENT_BYTES:
+        return values.to(device, non_blocking=True)
+    key = device, values.dtype, values.shape, values.numpy().tobytes()
+    sent = _sent.pop(key, None)
+    if sent is None:
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            sent = values.to(device, non_blocking=True)
+        while len(_sent) >= _MAX_SENT:
+            _sent.popitem(last=False)
+    _sent[key] = sent
+    return sent
 
 
 def concat_padded(first: Tensor, second: Tensor, fill: int = -1) -> Tensor:
@@ -241,7 +264,8 @@ class Rows:
         uniform = self.uniform_length if self.length.shape[0] else None
         if uniform is None:
             if not self.tokens.is_cpu:
-                fields["device_length"] = device_length(self) + 1
+                last_index = device_length(self)
+                fields |= {"device_length": last_index + 1, "last_index": last_index, "last_tokens": tokens}
             return self.append(tokens[:, None], self.length + 1, cached_length=self.position, **fields)
         length, store = uniform.length, self.tokens
         if length >= store.shape[1]:
@@ -264,8 +288,9 @@ class Rows:
         values.update(vars(self))
         if "length" in fields or "cached_length" in fields or "offset" in fields:
             values.pop("uniform_length", None)
-        if "length" in fields:
-            values.pop("device_length", None)
+        if "device_length" in values and ("length" in fields or "tokens" in fields):
+            for name in _DEVICE_MEMOS:
+                values.pop(name, None)
         values.update(fields)
         return new
 
@@ -277,6 +302,22 @@ class Rows:
         grown = self.tokens.new_zeros(len(self), max(need, have + have // 2))
         grown[:, :have] = self.tokens
         return grown
+
+
+# What a step of one token leaves on the device, so that the next one neither copies nor computes it.
+_DEVICE_MEMOS: Final = ("device_length", "last_index", "last_tokens")
+
+
+def last_index(rows: Rows) -> Tensor:
+    """The index of each row's last token on the device of its tokens [R]."""
+    index: Tensor | None = vars(rows).get("last_index")
+    return device_length(rows) - 1 if index is None else index
+
+
+def last_tokens(rows: Rows) -> Tensor:
+    """The last token of each row [R]."""
+    tokens: Tensor | None = vars(rows).get("last_tokens")
+    return rows.tokens.gather(1, last_index(rows)[:, None])[:, 0] if tokens is None else tokens
 
 
 def device_length(rows: Rows) -> Tensor:

@@ -7,6 +7,8 @@ is why the same torch seed gives the same tokens as transformers.
 
 from __future__ import annotations
 
+from typing import Final, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,17 @@ def keyed_normal(seed: Tensor, slot: Tensor, position: Tensor, size: int) -> Ten
     return normal
 
 
+class _SentKeys(NamedTuple):
+    """The keys of some rows at this and the following positions, on a device."""
+
+    rows: Tensor  # [2, R] seed and slot of each row (host)
+    position: Tensor  # [R] the first position of each row (host)
+    keys: Tensor  # [S, 2, R, 1] for each of these steps
+
+
+_KEYS_SENT: Final = 32  # steps for which the keys are sent to a device at once
+
+
 def _row_keys(seed: Tensor, slot: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """The two keys of the variables of each row [R] (host)."""
     first = counter_bits(seed, slot, position)
@@ -64,6 +77,7 @@ class SamplingNoise:
     """
 
     num_rows = 0  # rows of the call that draws from torch's generator
+    _sent: _SentKeys | None = None
 
     def draw_at(self, rows: Rows, row: Tensor, index: Tensor) -> Tensor | None:
         """The variables of `draw` at these rows and indices [K] (host); None: one is of torch's generator."""
@@ -73,13 +87,28 @@ class SamplingNoise:
         first, second = _row_keys(seed, rows.slot, rows.position)
         return _exponential(first[row], second[row], index)
 
+    def _device_keys(self, rows: Tensor, position: Tensor, device: torch.device) -> Tensor:
+        """The keys [2, R, 1] of rows [2, R] (host) on a device; most steps find them there."""
+        sent = self._sent
+        if sent is not None and sent.keys.device == device and torch.equal(sent.rows, rows):
+            steps = (position - sent.position).numpy()
+            if 0 <= steps[0] < _KEYS_SENT and (steps == steps[0]).all():
+                return sent.keys[steps[0]]
+        ahead = [torch.stack(_row_keys(rows[0], rows[1], position + step)) for step in range(_KEYS_SENT)]
+        keys = torch.stack(ahead).to(device, non_blocking=True)[..., None]
+        self._sent = _SentKeys(rows, position.clone(), keys)
+        return keys[0]
+
     def draw(self, rows: Rows, size: int) -> Tensor:
         """`size` exponential variables for each row [R, size]."""
         params = row_params(rows)
         seed, device = params["seed"], rows.tokens.device
         unseeded = seed < 0
         if not bool(unseeded.any()):
-            return keyed_exponential(seed, rows.slot, rows.position, size, device)
+            if device.type == "cpu":
+                return keyed_exponential(seed, rows.slot, rows.position, size, device)
+            keys = self._device_keys(torch.stack((seed, rows.slot)), rows.position, device)
+            return _exponential(keys[0], keys[1], torch.arange(size, device=device))
         noise_row = params["noise_row"] + rows.slot
         stream = torch.empty(self.num_rows, size, device=device).exponential_()
         if bool(unseeded.all()):

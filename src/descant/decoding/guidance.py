@@ -14,7 +14,7 @@ from torch import Tensor
 from descant.core.context import row_params
 from descant.core.interfaces import Model, ModelTraits, MultiCache, RankGroup, RowCache
 from descant.core.records import ForwardOutput, Proposal
-from descant.core.rows import Rows, index_rows
+from descant.core.rows import Rows, index_rows, on_device
 from descant.decoding.processors.grammar import GRAMMAR_PARAM
 from descant.errors import ConfigError, InputError, UnsupportedModel
 from descant.kv_cache.row_views import PairedRowCache
@@ -148,7 +148,7 @@ class ClassifierFreeGuidance(ModelWrapper):
             return ForwardOutput(row_logits, states, None if output.base_logits is None else row_base_logits)
         unconditional = index_rows(output.logits, cache.uncond_row[guided]).log_softmax(-1)
         conditional = index_rows(row_logits, guided).log_softmax(-1)
-        scale = params["guidance_scale"][guided].to(conditional.device, torch.float32)[:, None, None]
+        scale = on_device(params["guidance_scale"][guided].float(), conditional.device)[:, None, None]
         combined = torch.where(
             conditional == unconditional, unconditional, unconditional + (conditional - unconditional) * scale
         )
@@ -156,7 +156,7 @@ class ClassifierFreeGuidance(ModelWrapper):
             conditional == -torch.inf, conditional, combined
         )  # tokens at -inf stay at -inf
         return ForwardOutput(
-            row_logits.index_copy(0, guided.to(row_logits.device), combined), states, row_base_logits
+            row_logits.index_copy(0, on_device(guided, row_logits.device), combined), states, row_base_logits
         )
 
     def _add_unconditional(self, rows: Rows, new: Tensor, cache: PairedRowCache) -> None:
@@ -179,12 +179,12 @@ class ClassifierFreeGuidance(ModelWrapper):
         length = prompt_sizes + conditional.length - conditional.prompt_length
         # After the negative prompt, position `p` is position `p - prompt_size + prompt_length` of the row.
         source = torch.arange(int(length.max())) + (conditional.prompt_length - prompt_sizes)[:, None]
-        index = source.clamp(0, conditional.tokens.shape[1] - 1).to(conditional.tokens.device)
+        index = on_device(source.clamp(0, conditional.tokens.shape[1] - 1), conditional.tokens.device)
         tokens = conditional.tokens.gather(1, index)
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-        in_prompt = (torch.arange(padded.shape[1]) < prompt_sizes[:, None]).to(tokens.device)
+        in_prompt = on_device(torch.arange(padded.shape[1]) < prompt_sizes[:, None], tokens.device)
         tokens[:, : padded.shape[1]] = torch.where(
-            in_prompt, padded.to(tokens.device), tokens[:, : padded.shape[1]]
+            in_prompt, on_device(padded, tokens.device), tokens[:, : padded.shape[1]]
         )
         return conditional.replace(
             tokens=tokens,
@@ -240,7 +240,7 @@ class DoLa(ModelWrapper):
         contrast = torch.where(final < threshold, self._excluded(rows, active, final), final - early_logprobs)
         if skip_logits:
             return output._replace(logits=contrast, base_logits=last_logits)
-        logits = output.logits.index_copy(0, active.to(final.device), contrast)
+        logits = output.logits.index_copy(0, on_device(active, final.device), contrast)
         return output._replace(logits=logits, base_logits=output.logits)
 
     def _excluded(self, rows: Rows, active: Tensor, final: Tensor) -> Tensor:
@@ -287,13 +287,13 @@ def _early_hidden_states(
         states: Sequence[Tensor] = forward_states["hidden_states"]
         positions = (last[:, None] + torch.arange(proposal.width + 1)).clamp(0, states[-1].shape[1] - 1)
         device = states[-1].device
-        batch_rows, positions = batch_index.to(device), positions.to(device)
+        batch_rows, positions = on_device(batch_index, device), on_device(positions, device)
         layer_states = torch.stack(
             [states[layer].to(device)[batch_rows[:, None], positions] for layer in layers], 2
         )
         if stacked is None:
             stacked = layer_states.new_empty(int((active_index >= 0).sum()), *layer_states.shape[1:])
-        stacked[active_index[rows].to(device)] = layer_states
+        stacked[on_device(active_index[rows], device)] = layer_states
     assert stacked is not None
     return stacked
 

@@ -34,6 +34,7 @@ from descant.engine.request import Admission, Request, ResolvedRequest
 from descant.engine.scheduling.config import SchedulerConfig
 from descant.engine.scheduling.plan import ScheduledRequest
 from descant.engine.scheduling.scheduled_requests import ScheduledRequests, limit_forced_drafts
+from descant.engine.step.next_forward import NextForward
 from descant.engine.step.strategy_group import drop_tokens
 from descant.engine.tables.prefix_reuse import CachedPrefix, PrefixReuse
 from descant.engine.tables.running_requests import RunningRequests
@@ -43,11 +44,15 @@ from descant.errors import ConfigError, DescantError, InputError, RowError
 from descant.kv_cache.prefix_cache import PrefixCache
 from descant.kv_cache.row_views import CachedRow
 from descant.kv_cache.stores.paged import PagedStore
+from descant.models.distributed import current_barrier
 from descant.models.forward.no_cache import NoCache, RecomputeModel
 from descant.models.model_adapter import as_model
 from descant.models.wrapping.wrapped_model import unwrap_model
 from descant.trace.trace import Trace
 from descant.trace.tracer import Tracer
+
+# On these the host computes itself, and nothing waits for it.
+DIRECT_DEVICES = ("cpu",)
 
 __all__ = ["Event", "Failed", "Finished", "Report", "Request", "Session", "Tokens"]
 
@@ -59,7 +64,9 @@ class Session:
     alone. A request that names a cache of its own shares its forward with those that name the same. A row
     and its memory are freed in the step that ends it. `cache` is the empty cache of all requests that name
     none, if it is not to be chosen by the first of them; a `prefix_cache` keeps the keys and values of
-    common prefixes. With `trace=Tracer(...)` every step is recorded in `trace`. It implements the `Engine`
+    common prefixes. With `trace=Tracer(...)` every step is recorded in `trace`. With `overlap` the forward of
+    a step is launched before the tokens of the one before it are read, where the method allows it; by
+    default on every device but a CPU. It implements the `Engine`
     interface and is used by one thread at a time: `admit`, `step` and `cancel` raise `SessionBusy` inside a
     step and beside another thread.
     """
@@ -74,6 +81,7 @@ class Session:
         prefix_cache: PrefixCache | None = None,
         trace: Tracer | bool | None = None,
         scheduler: SchedulerConfig | None = None,
+        overlap: bool | None = None,
     ) -> None:
         self._tracer = None if trace is None else Tracer.from_argument(trace)
         model = unwrap_model(model)
@@ -98,6 +106,9 @@ class Session:
         self._make_reuse = partial(
             PrefixReuse, self.model, prefix_cache, is_pool_limited=self._is_pool_limited
         )
+        self._overlaps = (self.model.device.type not in DIRECT_DEVICES) if overlap is None else overlap
+        if self._overlaps:
+            self._overlaps = _can_overlap(self.model, is_required=overlap is True)
         self._tables = TableSet(self.model, cache, self._make_table)
         self._scheduled = (
             None
@@ -119,7 +130,16 @@ class Session:
     def _make_table(self, cache: RowCache, key: CacheKey | None) -> Table:
         """An empty table with that cache."""
         running = RunningRequests(self.model.device, self._rank_group, self._tracer, self._noise)
-        return Table(self.model, cache, running, self._make_reuse, key=key, tracer=self._tracer)
+        following = NextForward() if self._overlaps else None
+        return Table(
+            self.model,
+            cache,
+            running,
+            self._make_reuse,
+            key=key,
+            tracer=self._tracer,
+            next_forward=following,
+        )
 
     @property
     def traits(self) -> ModelTraits:
@@ -518,6 +538,18 @@ def _finish(table: Table, request: int) -> Finished | Failed:
     if running.resolved.uses_prefix_reuse:
         cached = table.prefix_reuse.collect_finished(request, sequences[:wanted])
     return Finished(request, sequences[:wanted], cached, cached_tokens=running.resolved.cached_tokens)
+
+
+def _can_overlap(model: Any, *, is_required: bool) -> bool:
+    """Whether the forwards of a model can be launched early, and made again if they were launched in vain."""
+    traits, reason = model.traits, None
+    if traits.cache_type != "kv" or traits.ties_requests or traits.prepares_own_inputs:
+        reason = f"a forward of {type(model.network).__name__} cannot be made again"
+    elif model.rank_group is not None or current_barrier() is not None:
+        reason = "processes that share a model must make the same forwards"
+    if reason is not None and is_required:
+        raise InputError("overlap", f"must be False or None: {reason}", True)
+    return reason is None
 
 
 def _check_scheduler(scheduler: Any, rank_group: RankGroup | None, traits: ModelTraits) -> None:

@@ -19,7 +19,7 @@ from descant.core.interfaces import (
     VisibleSlots,
 )
 from descant.core.records import ForwardOutput, Proposal
-from descant.core.rows import Rows, device_length, index_rows
+from descant.core.rows import Rows, index_rows, last_index
 from descant.errors import InputError
 from descant.kv_cache.kernels.packed_attention import PackingUnsupported
 from descant.kv_cache.stores.dense import DenseStore, StaticStore
@@ -433,7 +433,7 @@ class TransformersModel:
                 index, batch.start, batch.width, batch.read_length, batch.rows, num_committed=committed
             )
         if index is None and batch.width == 1 and not rows.offset.numpy().any():
-            starts = device_length(rows) - 1  # without a copy of the cached lengths
+            starts = last_index(rows)  # without a copy of the cached lengths
         else:
             starts = batch.cached_length.to(self.device, non_blocking=True)
         return KVSpan(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from descant.cli.doctor.checks import CheckedModel
 from descant.cli.doctor.report import DeviceRow, one_line
@@ -41,6 +42,7 @@ class OperationCounter(TorchDispatchMode):
     """Counts what the operations of a model's steps cost a device: "launch", "read" and "copy".
 
     Those inside a call of the model are "network launch" and so on. A kernel that torch splits counts once.
+    An "early read" is one of a value after which no forward was launched: then the device has nothing to do.
     """
 
     def __init__(self, device: torch.device, model: torch.nn.Module | None = None) -> None:
@@ -48,6 +50,8 @@ class OperationCounter(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
         self._type = device.type
         self._depth = 0  # of calls of the network
+        self._num_forwards = 0  # calls of the network
+        self._made_after: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # forwards before each tensor
         if model is not None:
             self._hooks = (
                 model.register_forward_pre_hook(lambda *_: self._enter(1)),
@@ -68,12 +72,26 @@ class OperationCounter(TorchDispatchMode):
 
     def _enter(self, change: int) -> None:
         self._depth += change
+        self._num_forwards += change > 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for kind in self._kinds(func, args, kwargs):
             self.counts[f"network {kind}" if self._depth else kind] += 1
-        return func(*args, **kwargs)
+            if kind == "read" and not self._depth and self._forwards_before(args[:1]) == self._num_forwards:
+                self.counts["early read"] += 1
+        result = func(*args, **kwargs)
+        is_view = func._schema.name.partition("::")[2] in _VIEWS
+        made_after = self._forwards_before(args[:1]) if is_view else self._num_forwards
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._made_after[tensor] = made_after
+        return result
+
+    def _forwards_before(self, args: Any) -> int:
+        """The forwards that were launched before a tensor was made."""
+        first = next((one for one in tree_leaves(args) if isinstance(one, Tensor)), None)
+        return self._num_forwards if first is None else self._made_after.get(first, 0)
 
     def _kinds(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[str]:
         """The costs of an operation, by its name and by where its operands are."""
@@ -141,17 +159,21 @@ METHODS: Final[Mapping[str, DeviceCase]] = {
 
 @dataclass
 class StepCost:
-    """The operations of a step outside the network: kernels, reads, copies."""
+    """The operations of a step outside the network: kernels, reads, copies.
+
+    `early_reads` are the reads before the next forward is launched, for which the device waits.
+    """
 
     launches: float = 0
     reads: float = 0
     copies: float = 0
+    early_reads: float = 0
 
     @classmethod
     def mean(cls, steps: Sequence[Counter[str]]) -> StepCost:
         """The mean of some steps."""
         total: Counter[str] = sum(steps, Counter())
-        kinds = ("launch", "read", "copy")
+        kinds = ("launch", "read", "copy", "early read")
         return cls(*(round(total[kind] / len(steps), 2) for kind in kinds))
 
 

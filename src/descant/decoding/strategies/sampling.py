@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from descant.core.context import row_params
+from descant.core.host_copy import HostCopy
 from descant.core.interfaces import Array, NoiseSource, RankGroup, StopCondition, StrategyDefaults
 from descant.core.records import ForwardOutput, Hypothesis, Proposal, Selection, Tokens
-from descant.core.rows import Rows, index_rows
+from descant.core.rows import Rows, index_rows, on_device
 
 _FEW_CANDIDATES = 8  # at most one token of so many
 _FEW_ROWS = 16
@@ -42,14 +43,20 @@ class Sampling(StrategyDefaults):
             rows, parents = self._expand_sequences(rows)
             if parents is not None:
                 scores = index_rows(scores, parents)
-        return self.continue_rows(rows, scores, parents)
+        return self.continue_rows(rows, scores, parents, output.launch_next if parents is None else None)
 
-    def continue_rows(self, rows: Rows, scores: Tensor, parents: Tensor | None = None) -> Selection:
+    def continue_rows(
+        self,
+        rows: Rows,
+        scores: Tensor,
+        parents: Tensor | None = None,
+        launch_next: Callable[[Tensor], None] | None = None,
+    ) -> Selection:
         """One token for each row by its scores [R', V]; row `i` was forked from the fed row `parents[i]`.
 
         Without `parents` [R'] (host) the rows are those that were fed.
         """
-        tokens, best_scores, host = self._choose_tokens(rows, scores)
+        tokens, best_scores, host = self._choose_tokens(rows, scores, launch_next)
         emitted = Tokens(rows.request, rows.slot, host, parents)
 
         reasons = self._stop.finish_reasons(rows, None, host)
@@ -129,7 +136,9 @@ class Sampling(StrategyDefaults):
         """Which rows are not yet expanded into their sequences [R]."""
         return rows.length == rows.prompt_length
 
-    def _choose_tokens(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Array, Tensor]:
+    def _choose_tokens(
+        self, rows: Rows, scores: Tensor, launch_next: Callable[[Tensor], None] | None = None
+    ) -> tuple[Tensor, Array, Tensor]:
         """The token of each row [R], its score (-inf: no token possible), and the tokens on the host."""
         if self._greedy_and_sampled is None or self._greedy_and_sampled[0] != rows.version:
             sampled = row_params(rows)["do_sample"].bool().nonzero().squeeze(1)
@@ -142,7 +151,7 @@ class Sampling(StrategyDefaults):
             best, tokens = self._sample(rows, scores)
         else:
             best, tokens = scores.max(-1)
-            index = sampled_rows.to(tokens.device)
+            index = on_device(sampled_rows, tokens.device)
             sampled_scores, sampled_tokens = self._sample(
                 rows.take(sampled_rows), index_rows(scores, sampled_rows)
             )
@@ -151,14 +160,18 @@ class Sampling(StrategyDefaults):
                 tokens.index_copy(0, index, sampled_tokens),
             )
         if tokens.device.type == "cpu" and self._rank_group is None:
+            if launch_next is not None:
+                launch_next(tokens)
             return tokens, best.numpy(), tokens
-        # One device-to-host copy per step: scores are bit-cast to integers next to the tokens.
-        choice = torch.stack((tokens, best.view(torch.int32).long()))
-        if self._rank_group is not None:
-            choice = self._rank_group.broadcast(choice)
-            tokens = choice[0]
-        host, bits = choice.cpu()
-        return tokens, bits.to(torch.int32).view(torch.float32).numpy(), host
+        if self._rank_group is not None:  # one message: scores are bit-cast to integers next to the tokens
+            choice = self._rank_group.broadcast(torch.stack((tokens, best.view(torch.int32).long())))
+            host, bits = choice.cpu()
+            return choice[0], bits.to(torch.int32).view(torch.float32).numpy(), host
+        copy = HostCopy(tokens, best)
+        if launch_next is not None:
+            launch_next(tokens)
+        host, host_scores = copy.wait()
+        return tokens, host_scores.numpy(), host
 
     def _sample(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Sample one token per row from the softmax of its scores: log of the winning ratio, token [R]."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from descant.core.context import row_params
 from descant.core.records import Logprobs, Observation, Proposal, Selection, Tokens
-from descant.core.rows import index_rows
+from descant.core.rows import index_rows, on_device
 
 _INITIAL_CAPACITY = 16
 
@@ -35,7 +35,7 @@ class _StepLogprobs:
     def entries(self, rows: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
         """The entries [N, 1 + n, 3] of tokens [N] after `index` drafts [N] of fed rows [N] (host)."""
         device = tokens.device
-        place = self._line_of[rows].to(device, non_blocking=True), index.to(device, non_blocking=True)
+        place = on_device(self._line_of[rows], device), on_device(index, device)
         raw, processed = self.raw[(*place, tokens)], self.processed[(*place, tokens)]
         own = torch.stack((tokens.to(raw.dtype), raw, processed), -1)
         return torch.cat((own[:, None], self._top[place]), 1)
@@ -109,7 +109,7 @@ def _write_new_tokens(
         size = max(need, 2 * capacity) - capacity
         column = torch.cat((column, column.new_zeros(len(column), size, *column.shape[2:])), 1)
     place = start.to(column.device, non_blocking=True)[:, None] + torch.arange(width, device=column.device)
-    column[index.to(column.device, non_blocking=True)[:, None], place] = logprobs.run_entries(parents, tokens)
+    column[on_device(index, column.device)[:, None], place] = logprobs.run_entries(parents, tokens)
     return column
 
 

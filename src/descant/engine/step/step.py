@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from descant.core.interfaces import Model, PromptChunk, RowCache
 from descant.core.records import ForwardOutput, Hypothesis, Observation, Proposal, RequestFault, Selection
 from descant.core.rows import Rows, index_rows, stable_row_order, take_rows
 from descant.engine.step.group_merge import merge_proposals, merge_selections, slice_group
+from descant.engine.step.next_forward import NextForward
 from descant.engine.step.strategy_group import StrategyGroup
 from descant.errors import InputError
 from descant.kv_cache.row_views import row_subset
@@ -32,6 +34,7 @@ class StepHooks(NamedTuple):
     capture: Capture | None = None
     probe: Probe | None = None  # feeds the rows of one request alone, to find which one breaks a forward
     chunks: Sequence[PromptChunk] = ()  # that the forward of a `PackingModel` feeds beside the rows
+    next_forward: NextForward | None = None  # launched in this step, or in the one before; None: neither
 
 
 def run_step(
@@ -45,32 +48,33 @@ def run_step(
 
     Whatever is raised, the step has not happened; `RequestFault` names the requests that cannot take part.
     """
-    groups, fed = strategy_groups(rows), rows
+    groups, fed, following = strategy_groups(rows), rows, hooks.next_forward
     proposal = groups[0].propose(rows, cache) if len(groups) == 1 else merge_proposals(rows, groups, cache)
+    launched = None if following is None else following.take(rows, proposal, cache)
     if proposal.parents is not None:
         fed = rows.take(proposal.parents)
         cache.commit(proposal.parents, fed.cached_length)
-    restore: list[Callable[[], None]] = []
+    restore, selections, observations = list[Callable[[], None]](), list[Selection](), list[Observation]()
     try:
         if proposal.parents is not None:
             groups = strategy_groups(fed)
         try:
             chunks: Mapping[str, Any] = {"chunks": hooks.chunks} if hooks.chunks else {}
-            output = model.forward(fed, proposal, cache, **chunks)
+            output = model.forward(fed, proposal, cache, **chunks) if launched is None else launched
+            if following is not None and len(groups) == 1:
+                output = output._replace(launch_next=partial(following.launch, model, cache, fed))
+                restore.append(partial(following.drop, cache, fed))
             if hooks.probe is not None:
                 check_logits(output, fed, proposal)
         except Exception:
             if hooks.probe is None:
                 raise
             output = retry_forward(model, hooks.probe, fed, proposal, cache)
-        selections: list[Selection] = []
-        observations: list[Observation] = []
         for group in groups:
             if group.checkpoint is not None:
                 restore.append(group.checkpoint())
             step = fed, proposal, output
-            if group.index is not None:
-                step = slice_group(*step, group.index)
+            step = step if group.index is None else slice_group(*step, group.index)
             selection, observation = group.select(*step, getattr(hooks.observe, "preview", None))
             selections.append(selection)
             observations.append(observation)
@@ -80,10 +84,11 @@ def run_step(
         if hooks.observe is not None:
             for observation in observations:
                 hooks.observe(observation)
-        next_rows = _append_tokens(fed, proposal, selection)
+        next_rows = _append_tokens(fed, proposal, selection, None if following is None else following.rows)
+        lengths = next_rows.cached_length if following is None else following.settle(selection, next_rows)
         if hooks.capture is not None:
-            _capture_ended(hooks.capture, fed, groups, selections, (selection.parents, next_rows))
-        cache.commit(selection.parents, next_rows.cached_length)
+            _capture_ended(hooks.capture, fed, groups, selections, (selection.parents, lengths))
+        cache.commit(selection.parents, lengths)
     except BaseException:
         for function in restore:
             function()
@@ -99,9 +104,9 @@ def _capture_ended(
     rows: Rows,
     groups: Sequence[StrategyGroup],
     selections: Sequence[Selection],
-    kept: tuple[Tensor | None, Rows],
+    remaining: tuple[Tensor | None, Tensor],
 ) -> None:
-    """Capture the sequences that end; `kept` are the new rows and the fed row of each."""
+    """Capture the sequences that end; `remaining` are the fed row of each new row, and what it holds."""
     ended = [
         (row if group.index is None else int(group.index[row]), sequence)
         for group, selection in zip(groups, selections, strict=True)
@@ -109,8 +114,7 @@ def _capture_ended(
     ]
     if not ended:
         return
-    parents, next_rows = kept
-    lengths = next_rows.cached_length  # all that are cached of a row without children
+    parents, lengths = remaining  # all that are cached of a row without children
     if parents is not None:
         lengths = rows.cached_length.scatter(0, parents, lengths)
     capture(rows, ended, lengths)
@@ -132,15 +136,20 @@ def _minimise_moves(selection: Selection, parents: Tensor, rows: int) -> Selecti
     )
 
 
-def _append_tokens(rows: Rows, proposal: Proposal, selection: Selection) -> Rows:
-    """The kept rows with their accepted drafts and next token; all but that token is cached."""
-    parents = selection.parents
-    next_rows = rows if parents is None else rows.take(parents, selection.columns)
+def _append_tokens(rows: Rows, proposal: Proposal, selection: Selection, fed_next: Rows | None) -> Rows:
+    """The kept rows with their accepted drafts and next token; all but that token is cached.
+
+    `fed_next` are the rows with that token, if their next forward is launched already.
+    """
+    parents, before = selection.parents, rows if fed_next is None else fed_next
+    next_rows = before if parents is None else before.take(parents, selection.columns)
     fields: dict[str, Any] = {}
     if selection.slot is not None:
         fields["slot"] = selection.slot
     if selection.columns:  # some may be new
         fields["columns"] = {**next_rows.columns, **selection.columns}
+    if fed_next is not None:
+        return next_rows.replace(**fields)
     if selection.accepted is not None:
         length = next_rows.length + selection.accepted
         if proposal.drafts is not None:

@@ -33,7 +33,7 @@ from descant.core.records import (
     Selection,
     Tokens,
 )
-from descant.core.rows import Column, Rows, concat_columns, index_rows, take_rows
+from descant.core.rows import Column, Rows, concat_columns, index_rows, on_device, take_rows
 from descant.decoding.processors.base import CallableProcessor
 from descant.errors import InputError, format_value
 
@@ -108,7 +108,7 @@ class StrategyGroup:
         if preview is not None and proposal.parents is None and proposal.drafts is None:
             preview(Observation(rows, raw, scores, output))
         process_rows = partial(self.process_subset, rows, scores)
-        processed = ForwardOutput(scores, output.states, output.base_logits, output.row_index, process_rows)
+        processed = output._replace(logits=scores, process_rows=process_rows)
         try:
             selection = self.strategy.select(rows, proposal, processed)
             if selection.parents is not None or selection.tokens.shape != rows.length.shape:
@@ -214,7 +214,9 @@ class StrategyGroup:
                 after = before
             if self.traces is not None:
                 self.traces.append(ProcessorTrace(processor, line_index, before, after))
-            flat = after if line_index is None else flat.index_copy(0, line_index.to(flat.device), after)
+            flat = (
+                after if line_index is None else flat.index_copy(0, on_device(line_index, flat.device), after)
+            )
         return flat.view_as(scores)
 
     def _process_stateful(
@@ -333,7 +335,7 @@ def _write_rows(
     """A copy of a column of `count` rows, with the rows `index` (host) replaced by `values`."""
     if isinstance(column, Tensor):
         assert isinstance(values, Tensor)
-        return column.index_copy(0, index.to(column.device), values.to(column.dtype))
+        return column.index_copy(0, on_device(index, column.device), values.to(column.dtype))
     source = torch.arange(count)
     source[index] = count + torch.arange(len(index))
     return take_rows(concat_columns(column, values), source)

@@ -22,6 +22,7 @@ from descant.engine.explain import request_record
 from descant.engine.planning.cache_factory import CacheKey
 from descant.engine.planning.planner import WRAPPERS
 from descant.engine.request import ResolvedRequest
+from descant.engine.step.next_forward import NextForward
 from descant.engine.step.step import Observe, StepHooks, check_logits, forward_or_fault, run_step
 from descant.engine.tables.prefix_reuse import CachedPrefix, PrefixReuse
 from descant.engine.tables.prompt_reader import ReadRows
@@ -183,7 +184,7 @@ class Table:
     Nothing of a request is seen by another table: a cache that evicts or quantizes affects its own rows only.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that a session gives all of its tables
         self,
         model: Any,
         cache: RowCache,
@@ -192,6 +193,7 @@ class Table:
         *,
         key: CacheKey | None = None,
         tracer: Tracer | None = None,
+        next_forward: NextForward | None = None,
     ) -> None:
         self.cache, self.key = cache, key
         self.cache_name = None if key is None else key.name  # the name by which it was requested
@@ -203,6 +205,7 @@ class Table:
         self._tracer = tracer
         self._model_in_use: Any = model  # with the wrappers that the rows of a version use
         self._model_version: object = None
+        self._next_forward = next_forward  # None: forwards are not launched early
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -250,6 +253,8 @@ class Table:
         undo: ExitStack,
     ) -> None:
         """Add requests, each with one row; `undo` restores the table as it was, whatever has been done."""
+        if self._next_forward is not None:
+            self._drop_next_forward()
         undo.callback(self._restore, self.cache, self.rows)
         self.cache = self._chain.add(resolved, self.cache, undo)
         undo.callback(self.running.keep_strategies, len(self.running.strategy_order))
@@ -319,6 +324,7 @@ class Table:
     def suspend(self, request_id: int) -> ReadRows:
         """Take the rows of a request out of the table, with their cached positions."""
         assert self.rows is not None
+        self._drop_next_forward()
         index = (self.rows.request == request_id).nonzero().squeeze(1)
         # Unconditional rows go along.
         store, inner = (
@@ -330,6 +336,7 @@ class Table:
 
     def resume(self, rows: Rows, prefixes: Sequence[CachedPrefix]) -> None:
         """Put rows of a parked request back, with what is cached of each."""
+        self._drop_next_forward()
         with ExitStack() as undo:
             undo.callback(self._restore, self.cache, self.rows)
             traced = () if self._tracer is None else (self._tracer.column_name,)
@@ -341,12 +348,18 @@ class Table:
     def _remove_rows(self, requests: Collection[int]) -> None:
         """Take the rows of these requests out of the table."""
         assert self.rows is not None
+        self._drop_next_forward()
         keep = torch.from_numpy(np.flatnonzero(~np.isin(self.rows.request.numpy(), list(requests))))
         order = stable_row_order(keep, len(self.rows))
         keep = keep if order is None else keep[order]
         rows = self.rows.take(keep)
         self.cache.commit(keep, rows.cached_length)
         self.rows = rows
+
+    def _drop_next_forward(self) -> None:
+        """Bring the cache to what the rows say of it, before other code than a step changes both."""
+        if self._next_forward is not None and self._next_forward.rows is not None:
+            self._next_forward.drop(self.cache, self._next_forward.rows)
 
     def _restore(self, cache: RowCache, rows: Rows | None) -> None:
         self.cache, self.rows = cache, rows
@@ -378,12 +391,16 @@ class Table:
                 # Not of a wrapper: it has the attributes of its model, but its forward takes no chunks.
                 packs = len(chunks) > 0 and self._model_in_use is base and isinstance(base, PackingModel)
                 unfed = [chunk for chunk in chunks if not chunk.is_fed] if packs else ()
+                following = self._next_forward
+                if following is not None and (unfed or self.cache.max_rewind is not None):
+                    self._drop_next_forward()  # a cache that cannot be cut could not drop it later
+                    following = None
                 self.rows, selections = run_step(
                     self._model_in_use,
                     self.cache,
                     self.rows,
                     running.strategy_groups,
-                    StepHooks(observe, capture, probe, unfed),
+                    StepHooks(observe, capture, probe, unfed, following),
                 )
             except RequestFault as fault:
                 if running.errors is None:

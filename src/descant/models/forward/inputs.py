@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from descant.core.interfaces import ModelTraits, VisibleSlots
 from descant.core.records import Proposal
-from descant.core.rows import Rows, device_length, index_rows
+from descant.core.rows import Rows, index_rows, last_tokens
 from descant.errors import InputError
 from descant.kv_cache.stores.recurrent_state import copy_state
 from descant.models.forward.batches import ForwardBatch
@@ -31,7 +32,7 @@ def fed_tokens(rows: Rows, proposal: Proposal, batch: ForwardBatch) -> Tensor:
     tokens = rows.tokens if index is None else index_rows(rows.tokens, index)
     device = tokens.device
     if index is None and width == 1:  # the last token of each row
-        return tokens.gather(1, device_length(rows)[:, None] - 1)
+        return last_tokens(rows)[:, None]
     start = batch.cached_length - (rows.offset if index is None else rows.offset[index])
     columns = start.to(device)[:, None]
     if width != 1:
@@ -65,6 +66,16 @@ def full_tokens(rows: Rows, proposal: Proposal, batch: ForwardBatch) -> Tensor:
     return aligned.masked_fill((source < 0).to(known.device), 0)
 
 
+_SLOT_STEP: Final = 256
+
+
+@lru_cache(maxsize=16)
+def _slot_indices(device: torch.device, count: int) -> Tensor:
+    """0 to `count - 1` on a device; most steps read as many slots as the one before."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
+
+
 def attention_mask(
     positions: Tensor,
     read_length: int,
@@ -84,7 +95,7 @@ def attention_mask(
         if (slots := visible.get(layer_type)) is not None:
             past = slots.past_lengths.to(device, non_blocking=True)
             own_slots, num_slots = past[:, None] + torch.arange(width, device=device), slots.num_slots
-        all_slots = torch.arange(num_slots, device=device)
+        all_slots = _slot_indices(device, -(-num_slots // _SLOT_STEP) * _SLOT_STEP)[:num_slots]
         mask = all_slots <= own_slots[..., None]  # [N, T, S]
         if window is not None:
             mask = mask & (all_slots > own_slots[..., None] - window)
