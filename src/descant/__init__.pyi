@@ -17,6 +17,11 @@ from descant.api.generate import generate as generate
 from descant.api.prefill import PromptCache as PromptCache
 from descant.api.prefill import load_cache as load_cache
 from descant.api.prefill import prefill as prefill
+from descant.api.score import ScoringLimits as ScoringLimits
+from descant.api.score import TextScore as TextScore
+from descant.api.score import label_probabilities as label_probabilities
+from descant.api.score import score as score
+from descant.api.score import score_documents as score_documents
 from descant.api.sound import SoundRequest as SoundRequest
 from descant.api.sound import sound_request as sound_request
 from descant.api.stream import Stream as Stream
