@@ -16,6 +16,7 @@ from descant.core.rows import Rows
 _MAX_LOGITS: Final = 2**25  # of a step [R, K + 1, V]: 128 MiB in float32
 _LEAST_LINES: Final = 64  # of a step, however large the vocabulary
 _MAX_RUN: Final = 256  # tokens of a row in a step, between which a request can be cancelled
+_LEAST_RUN: Final = 16  # where another row has fewer tokens left: its logits are padded
 
 
 @dataclass
@@ -62,9 +63,11 @@ class ContinuationScoring(StrategyDefaults):
 
     def propose(self, rows: Rows, context: DraftContext) -> Proposal:  # noqa: ARG002
         """The next tokens of each continuation but one, which follows them; none where a row is to fork."""
-        width = min(_MAX_RUN, max(1, self._max_lines // len(rows)))
+        places = self._places(rows)
+        shortest = min(len(one.continuations[slot].tokens) - start for one, slot, start in places)
+        width = min(max(_LEAST_RUN, shortest), _MAX_RUN, max(1, self._max_lines // len(rows)))
         drafts = []
-        for one, slot, start in self._places(rows):
+        for one, slot, start in places:
             size = 1 if (start and self._is_recurrent) or _forks(one, start) else width
             drafts.append(one.continuations[slot].tokens[start : start + size][:-1])
         num_drafts = torch.tensor([len(run) for run in drafts])
