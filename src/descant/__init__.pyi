@@ -38,6 +38,7 @@ from descant.config.registry import GenerationMode as GenerationMode
 from descant.core.records import Hypothesis as Hypothesis
 from descant.core.records import Logprobs as Logprobs
 from descant.core.records import Speculation as Speculation
+from descant.core.records import Support as Support
 from descant.decoding.constraints import Constraint as Constraint
 from descant.decoding.constraints import ConstraintListState as ConstraintListState
 from descant.decoding.constraints import DisjunctiveConstraint as DisjunctiveConstraint
@@ -158,6 +159,7 @@ from descant.engine.protocol import AgreedTokens as AgreedTokens
 from descant.engine.protocol import NewToken as NewToken
 from descant.engine.protocol import TokenLogprobs as TokenLogprobs
 from descant.engine.protocol import TraceRecords as TraceRecords
+from descant.engine.replay import replay_logprobs as replay_logprobs
 from descant.engine.scheduling.config import SchedulerConfig as SchedulerConfig
 from descant.engine.serving.async_engine import AsyncEngine as AsyncEngine
 from descant.engine.serving.fallback_engine import FallbackEngine as FallbackEngine
