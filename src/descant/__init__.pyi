@@ -17,6 +17,11 @@ from descant.api.generate import generate as generate
 from descant.api.prefill import PromptCache as PromptCache
 from descant.api.prefill import load_cache as load_cache
 from descant.api.prefill import prefill as prefill
+from descant.api.score import ScoringLimits as ScoringLimits
+from descant.api.score import TextScore as TextScore
+from descant.api.score import label_probabilities as label_probabilities
+from descant.api.score import score as score
+from descant.api.score import score_documents as score_documents
 from descant.api.sound import SoundRequest as SoundRequest
 from descant.api.sound import sound_request as sound_request
 from descant.api.stream import Stream as Stream
@@ -33,6 +38,7 @@ from descant.config.registry import GenerationMode as GenerationMode
 from descant.core.records import Hypothesis as Hypothesis
 from descant.core.records import Logprobs as Logprobs
 from descant.core.records import Speculation as Speculation
+from descant.core.records import Support as Support
 from descant.decoding.constraints import Constraint as Constraint
 from descant.decoding.constraints import ConstraintListState as ConstraintListState
 from descant.decoding.constraints import DisjunctiveConstraint as DisjunctiveConstraint
@@ -153,6 +159,7 @@ from descant.engine.protocol import AgreedTokens as AgreedTokens
 from descant.engine.protocol import NewToken as NewToken
 from descant.engine.protocol import TokenLogprobs as TokenLogprobs
 from descant.engine.protocol import TraceRecords as TraceRecords
+from descant.engine.replay import replay_logprobs as replay_logprobs
 from descant.engine.scheduling.config import SchedulerConfig as SchedulerConfig
 from descant.engine.serving.async_engine import AsyncEngine as AsyncEngine
 from descant.engine.serving.fallback_engine import FallbackEngine as FallbackEngine

@@ -56,6 +56,9 @@ COMMANDS: Final = {
     "run": CommandEntry(
         "run:RunCommand", "Run every row of a source through a model, and write the results in shards."
     ),
+    "eval": CommandEntry(
+        "evaluate:EvaluateCommand", "Run lm-eval's benchmarks on a model, with any method of Descant."
+    ),
     "tree": CommandEntry(
         "show:TreeCommand", "Show the tree of a trace: all hypotheses with scores, dropped and returned ones."
     ),
@@ -151,7 +154,9 @@ class DeferredCommand(TyperCommand):
         from descant.cli.command import typer_callback
 
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        app.command(self.name, cls=OptionHelpCommand)(typer_callback(self.entry.load()))
+        kind = self.entry.load()
+        command = app.command(self.name, cls=OptionHelpCommand, context_settings=dict(kind.context_settings))
+        command(typer_callback(kind))
         return typer.main.get_command(app)
 
     def make_context(self, *args: Any, **extra: Any) -> Any:

@@ -47,6 +47,7 @@ class Command:
     """
 
     needs_torch: ClassVar[bool] = False  # whether it draws random numbers or reads watermark keys
+    context_settings: ClassVar[Mapping[str, Any]] = {}  # of click
 
     debug: bool = option("Show the traceback of an error.", False)
 

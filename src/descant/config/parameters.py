@@ -292,6 +292,9 @@ class Parameters(StoredParameters):
         default=None, kind=types.integer(), group="output",
         doc="Also return each token's log-probability before and after the processors, and this many of "
         "the most likely tokens at its position.")
+    logprobs_support: bool = field(
+        default=False, kind=types.flag(), group="output", needs=("logprobs",),
+        doc="Also return which tokens each token was chosen from: those that the processors left.")
     output_attentions: bool = field(
         default=False, kind=types.flag(), group="output", needs=("return_dict_in_generate",),
         doc="Also return the attention weights of every layer.")

@@ -26,6 +26,7 @@ __all__ = [
     "RowParams",
     "Selection",
     "Speculation",
+    "Support",
     "Tokens",
     "row_params",
 ]
@@ -126,6 +127,27 @@ class Speculation(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Support:
+    """The tokens that each token of a sequence was chosen from, in the form of sparse rows (CSR).
+
+    Those at index `i` are `token_ids[offsets[i] : offsets[i + 1]]`, ascending. `logprobs` are the model's own
+    log-probabilities of the chosen tokens, normalised over these.
+    """
+
+    token_ids: Tensor  # [N] int32 (host)
+    offsets: Tensor  # [T + 1] (host)
+    logprobs: Tensor  # [T] (host)
+
+    def mask(self, vocab_size: int) -> Tensor:
+        """Whether each token of the vocabulary is in the support of each index [T, V] (host)."""
+        sizes, (first, last) = self.offsets.diff(), self.offsets[[0, -1]].tolist()
+        lines = torch.arange(len(sizes)).repeat_interleave(sizes)
+        mask = torch.zeros(len(sizes), vocab_size, dtype=torch.bool)
+        mask[lines, self.token_ids[first:last].long()] = True
+        return mask
+
+
+@dataclass(frozen=True)
 class Logprobs:
     """The log-probability of each token of a sequence before and after the processors.
 
@@ -137,6 +159,7 @@ class Logprobs:
     top: Tensor  # [T, n] tokens
     top_raw: Tensor  # [T, n]
     top_processed: Tensor  # [T, n]
+    support: Support | None = None  # with `logprobs_support`
 
 
 @dataclass

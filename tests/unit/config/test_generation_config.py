@@ -38,7 +38,7 @@ OURS = {
     "dry_base": 1.75, "dry_allowed_length": 2, "dry_range": 0, "dry_sequence_breakers": None,
     "logit_bias": None, "thinking_budget": None, "thinking_start": None, "thinking_end": None,
     "processor_order": None, "prefix_allowed_tokens_fn": None, "stop_token_ids": None, "stop_regex": None,
-    "logprobs": None, "return_timestamps": False, "no_timestamps_token_id": None,
+    "logprobs": None, "logprobs_support": False, "return_timestamps": False, "no_timestamps_token_id": None,
     "max_initial_timestamp_index": None, "ordered_constraints": False, "constraint_gap": 0,
     "banned_phrases": None, "suffix_lookup_num_tokens": None, "suffix_lookup_shared": False, "grammar": None,
 }  # fmt: skip

@@ -165,7 +165,7 @@ def test_cancelling_frees_a_prompt_that_is_scored(chain):
         metrics = engine.metrics()
         assert (metrics.session.requests, metrics.session.rows) == (0, 0)
         assert metrics.counters["cancelled"] == 6
-        assert engine._runner._scores._strategy._texts == {}
+        assert engine._runner._scores._strategy._requests == {}
         given = Request([1, 2, 3], GenerationConfig(max_new_tokens=3), prompt_logprobs=1)
         assert engine.submit(given).result().prompt_logprobs.raw.shape == (2,)
 
@@ -174,7 +174,7 @@ def test_a_deadline_counts_from_the_arrival(chain):
     with AsyncEngine(chain) as engine:
         with pytest.raises(DeadlineExceeded):
             engine.submit(long_prompt(deadline=0.02)).result()
-        assert engine._runner._scores._strategy._texts == {}
+        assert engine._runner._scores._strategy._requests == {}
 
 
 def test_a_full_queue_refuses_a_prompt_and_delays_a_scored_one(chain):

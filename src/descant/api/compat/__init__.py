@@ -1,1 +1,1 @@
-"""The face of transformers 4 around a call: methods of a model, streamers."""
+"""The faces of others: methods of a model and streamers as in transformers 4, a backend of lm-eval."""

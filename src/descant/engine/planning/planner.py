@@ -141,6 +141,7 @@ class PlanParams:
     length_penalty: float
     min_tokens_to_keep: int  # by filters, so that enough candidates remain
     logprobs: int  # alternatives to record per token; -1: no log-probabilities
+    logprobs_support: int  # 0 or 1
 
 
 _PLAN_FIELDS: Final = frozenset(entry.name for entry in fields(PlanParams))
@@ -319,6 +320,7 @@ def make_plan(
 
 def _plan_params(config: GenerationConfig) -> PlanParams:
     eos, stops = as_id_list(config.eos_token_id), as_id_list(config.stop_token_ids)
+    num_logprobs = config.logprobs
     return PlanParams(
         eos_token_ids=eos,
         stop_token_ids=stops,
@@ -330,7 +332,8 @@ def _plan_params(config: GenerationConfig) -> PlanParams:
         early_stopping={False: 0, True: 1, "never": 2}[config.early_stopping],
         length_penalty=float(config.length_penalty),
         min_tokens_to_keep=len(eos) + 1 if config.num_beams > 1 else 1,
-        logprobs=-1 if config.logprobs is None else config.logprobs,
+        logprobs=-1 if num_logprobs is None else num_logprobs,
+        logprobs_support=int(num_logprobs is not None and config.logprobs_support),
     )
 
 

@@ -13,10 +13,8 @@ from typing import Any, Final
 
 import torch
 
-from descant.config.generation_config import GenerationConfig
 from descant.core.interfaces import ModelTraits, SelectableCache
 from descant.core.records import Logprobs, Tokens
-from descant.decoding.strategies.prompt_scoring import PromptScoring
 from descant.engine.protocol import (
     AgreedTokens,
     Engine,
@@ -31,61 +29,16 @@ from descant.engine.protocol import (
     request_error,
     token_logprobs,
 )
-from descant.engine.request import MERGED, Request
+from descant.engine.request import Request
 from descant.engine.scheduling.config import SchedulerConfig, check_count
+from descant.engine.scoring import ScoringSession
 from descant.engine.serving.metrics import Histogram
 from descant.engine.session import Session
 from descant.errors import EngineFull, InputError
 from descant.models.forward.no_cache import NoCache
-from descant.recipes.recipe import Recipe
 from descant.trace.tracer import Tracer
 
 _MAX_ROWS: Final = 4  # prompts in a forward: it returns a logit for each token of each
-
-
-class PromptScores:
-    """A session of prompts that are scored, a part of each in a step.
-
-    They have a session of their own so that the others' logits do not get as wide as theirs.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self.session = Session(model, scheduler=SchedulerConfig(max_running_rows=_MAX_ROWS))
-        self._has_keys = self.session.traits.cache_type == "kv"
-        self._strategy = PromptScoring(is_recurrent=not self._has_keys)
-        self._recipe = Recipe("prompt scoring", "strategy", lambda noise, stop, rank_group: self._strategy)  # noqa: ARG005
-
-    def admit(self, request_id: int, request: Request) -> None:
-        """Add the prompt of a request, which has at least two tokens."""
-        prompt = torch.as_tensor(request.prompt).long().cpu()
-        self._strategy.add(request_id, prompt[1:], request.prompt_logprobs or 0)
-        config = GenerationConfig(max_new_tokens=len(prompt) - 1)
-        scored = Request(
-            prompt[:1],
-            config,
-            recipe=self._recipe,
-            _call=MERGED,
-            return_past_key_values=self._has_keys,
-            priority=request.priority,
-            deadline=request.deadline,
-            adapter_name=request.adapter_name,
-        )
-        try:
-            self.session.admit(scored, numbers=[request_id])
-        except BaseException:
-            self._strategy.drop(request_id)
-            raise
-
-    def cancel(self, request_id: int) -> None:
-        """Remove a prompt."""
-        try:
-            self.session.cancel(request_id)
-        finally:
-            self.forget(request_id)
-
-    def forget(self, request_id: int) -> None:
-        """Drop a prompt that has ended without a result; one that waits is not known to a strategy yet."""
-        self._strategy.drop(request_id)
 
 
 def empty_logprobs(num_top: int) -> Logprobs:
@@ -207,7 +160,7 @@ class RequestRunner:
         self._places = [self._main]
         # By all sessions: it has the interface.
         self._shares_model = getattr(self._main.session, "model", None) is model
-        self._scores: PromptScores | None = None  # made for the first request that needs it
+        self._scores: ScoringSession | None = None  # made for the first request that needs it
         self._score_place: _Place | None = None
         self._delayed: list[int] = []  # requests with a scored prompt that wait for room
         self._request_ids = count()
@@ -305,14 +258,22 @@ class RequestRunner:
         if error is not None:
             raise error
         if self._scores is None:
-            self._scores = PromptScores(self._model)
+            self._scores = ScoringSession(self._model, scheduler=SchedulerConfig(max_running_rows=_MAX_ROWS))
             self._score_place = _Place(self._scores.session)
             self._places.append(self._score_place)
         limit, waiting = self._scheduler.max_waiting, self.session.report().waiting
         waiting += self._scores.session.report().waiting
         if limit is not None and waiting >= limit:
             raise EngineFull(waiting, limit)
-        self._scores.admit(request_id, live.given)
+        prompt = torch.as_tensor(live.given.prompt).long().cpu()
+        scored = Request(
+            prompt[:1],
+            return_past_key_values=self._scores.has_keys,
+            priority=live.given.priority,
+            deadline=live.given.deadline,
+            adapter_name=live.given.adapter_name,
+        )
+        self._scores.admit(request_id, scored, [prompt[1:]], live.given.prompt_logprobs or 0)
         live.place = self._score_place
 
     def _admit_scored(self, request_id: int, live: EngineRequest) -> None:

@@ -6,14 +6,66 @@ processors, each with its log-probability before and after these. Tokens below 2
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, NamedTuple, Self
+
 import torch
 from torch import Tensor
 
 from descant.core.context import row_params
-from descant.core.records import Logprobs, Observation, Proposal, Selection, Tokens
-from descant.core.rows import index_rows, on_device
+from descant.core.records import Logprobs, Observation, Proposal, Selection, Support, Tokens
+from descant.core.rows import Rows, index_rows, on_device
 
 _INITIAL_CAPACITY = 16
+SUPPORT_COLUMN: Final = "token_support"
+
+
+class TokenSupport(NamedTuple):
+    """The tokens that one token was chosen from, and its log-probability by the model among these."""
+
+    token_ids: Tensor  # [N] int32 (host)
+    logprob: float
+
+
+@dataclass(frozen=True)
+class SupportColumn:
+    """The support of every new token of each row; entries beyond a row's new tokens are undefined."""
+
+    entries: tuple[tuple[TokenSupport, ...], ...]
+    is_per_request: ClassVar[bool] = False
+
+    def take(self, parents: Tensor) -> Self:
+        """The column of new rows: row `i` continues old row `parents[i]`."""
+        return type(self)(tuple(self.entries[parent] for parent in parents.tolist()))
+
+    def cat(self, other: Self) -> Self:
+        """This column followed by another table's."""
+        return type(self)((*self.entries, *other.entries))
+
+
+def _token_supports(raw: Tensor, processed: Tensor, tokens: Tensor) -> list[TokenSupport]:
+    """The support of tokens [N], each after a line of log-probabilities [N, V] before and after processors.
+
+    It is copied to the host: of a distribution that no processor cuts it is the vocabulary.
+    """
+    kept = processed > -torch.inf
+    total = raw.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    own = (raw.gather(1, tokens[:, None])[:, 0] - total).tolist()
+    sizes = kept.sum(1).tolist()
+    ids = kept.nonzero()[:, 1].to(torch.int32).cpu().split(sizes)
+    return [TokenSupport(part.clone(), value) for part, value in zip(ids, own, strict=True)]
+
+
+def _joined(entries: Sequence[TokenSupport]) -> Support:
+    """The support of a sequence."""
+    sizes = torch.tensor([0, *(len(entry.token_ids) for entry in entries)])
+    ids = [entry.token_ids for entry in entries]
+    return Support(
+        torch.cat(ids) if ids else torch.zeros(0, dtype=torch.int32),
+        sizes.cumsum(0),
+        torch.tensor([entry.logprob for entry in entries], dtype=torch.float32),
+    )
 
 
 class _StepLogprobs:
@@ -47,6 +99,12 @@ class _StepLogprobs:
         entries = self.entries(lines, index, tokens.flatten())
         return entries.view(count, width, *entries.shape[1:])
 
+    def supports(self, rows: Tensor, index: Tensor, tokens: Tensor) -> list[TokenSupport]:
+        """The support of tokens [N] after `index` drafts [N] of fed rows [N] (host)."""
+        device = tokens.device
+        place = self._line_of[rows].to(device, non_blocking=True), index.to(device, non_blocking=True)
+        return _token_supports(self.raw[place], self.processed[place], tokens)
+
 
 class LogprobsRecorder:
     """Records the log-probabilities of rows whose request sets `logprobs`.
@@ -78,13 +136,20 @@ class LogprobsRecorder:
                 block = torch.cat((column[row, :size], entries))[:, : 1 + count].cpu()
                 top, top_raw, top_processed = block[:, 1:].unbind(-1)
                 sequence.logprobs = Logprobs(
-                    block[:, 0, 1], block[:, 0, 2], top.long(), top_raw, top_processed
+                    block[:, 0, 1],
+                    block[:, 0, 2],
+                    top.long(),
+                    top_raw,
+                    top_processed,
+                    _sequence_support(rows, row, logprobs, last, size),
                 )
         emitted = selection.emitted
         if emitted is not None:
             emitted = _with_logprobs(emitted, logprobs, column, num_new, num_top)
         written = _write_new_tokens(column, logprobs, proposal, selection, (num_new, num_top))
         columns = {**selection.columns, self.column_name: written}
+        if SUPPORT_COLUMN in rows.columns:
+            columns[SUPPORT_COLUMN] = _next_supports(rows, logprobs, proposal, selection, num_new)
         return selection._replace(columns=columns, emitted=emitted)
 
 
@@ -111,6 +176,39 @@ def _write_new_tokens(
     place = start.to(column.device, non_blocking=True)[:, None] + torch.arange(width, device=column.device)
     column[on_device(index, column.device)[:, None], place] = logprobs.run_entries(parents, tokens)
     return column
+
+
+def _sequence_support(
+    rows: Rows, row: int, logprobs: _StepLogprobs, last: Tensor, size: int
+) -> Support | None:
+    """The support of a sequence: the row's `size` new tokens, and its last ones; None: it is not wanted."""
+    column = rows.columns.get(SUPPORT_COLUMN)
+    if not isinstance(column, SupportColumn) or not int(row_params(rows)["logprobs_support"][row]):
+        return None
+    entries = column.entries[row][:size]
+    index = torch.arange(len(last))
+    return _joined([*entries, *logprobs.supports(torch.full_like(index, row), index, last)])
+
+
+def _next_supports(
+    rows: Rows, logprobs: _StepLogprobs, proposal: Proposal, selection: Selection, num_new: Tensor
+) -> SupportColumn:
+    """The column of the new rows, with the support of their new tokens."""
+    column = rows.columns[SUPPORT_COLUMN]
+    assert isinstance(column, SupportColumn)
+    is_wanted = row_params(rows)["logprobs_support"].tolist()
+    parents = torch.arange(len(selection.tokens)) if selection.parents is None else selection.parents
+    tokens = _new_tokens(proposal, selection, parents)  # [R', K + 1]
+    accepted = [0] * len(parents) if selection.accepted is None else selection.accepted.tolist()
+    entries: list[tuple[TokenSupport, ...]] = []
+    for child, (parent, count) in enumerate(zip(parents.tolist(), accepted, strict=True)):
+        if not is_wanted[parent]:
+            entries.append(())
+            continue
+        index = torch.arange(max(count, 0) + 1)
+        new = logprobs.supports(torch.full_like(index, parent), index, tokens[child, : len(index)])
+        entries.append((*column.entries[parent][: int(num_new[parent])], *new))
+    return SupportColumn(tuple(entries))
 
 
 def _new_tokens(proposal: Proposal, selection: Selection, parents: Tensor) -> Tensor:

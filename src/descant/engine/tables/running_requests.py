@@ -31,7 +31,7 @@ from descant.engine.request import (
     build_text_matchers,
     draw_seed,
 )
-from descant.engine.step.logprobs import LogprobsRecorder
+from descant.engine.step.logprobs import SUPPORT_COLUMN, LogprobsRecorder, SupportColumn
 from descant.engine.step.strategy_group import StrategyGroup, as_stateful
 from descant.errors import InputError
 from descant.trace.tracer import Tracer
@@ -313,6 +313,8 @@ class RunningRequests:
         if num_logprobs >= 0:
             recorder = self.logprobs_recorder
             columns[recorder.column_name] = recorder.new_column(count, num_logprobs, self._device)
+            if any(running.plan.params.logprobs_support for running in self.requests.values()):
+                columns[SUPPORT_COLUMN] = SupportColumn(((),) * count)
         return columns
 
     def _stop_string_states(self, count: int, params: RowParams, prompts: Sequence[Tensor]) -> Tensor:

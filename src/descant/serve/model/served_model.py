@@ -82,6 +82,7 @@ def _size_error(name: str, must: str) -> ApiError:
 # Fields that a request must not set, and what to do instead.
 _REFUSED: Final = {
     **dict.fromkeys((*STEP_OUTPUT_FIELDS, "return_dict_in_generate"), "use `logprobs`"),
+    "logprobs_support": "use `descant.Session`",
     **dict.fromkeys(("compile_config", "disable_compile", "prefill_chunk_size"), "it is set by the server"),
     **dict.fromkeys(("use_cache", "return_legacy_cache"), "leave it out"),
     **dict.fromkeys(("prefix_allowed_tokens_fn", "constraints"), "it holds Python objects; use `grammar`"),
