@@ -33,6 +33,8 @@ from descant.models.forward.no_cache import NoCache
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
 from descant.tokenization.detokenizer import IncrementalDetokenizer
+from descant.tokenization.regions import ResponseReader
+from descant.tokenization.response_syntax import ResponseSyntax
 from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.tracer import Tracer
 
@@ -393,6 +395,13 @@ class Call:
             skip=len(self.healed_suffixes[index].text.decode(errors="ignore")),
             skip_special_tokens=True,
         )
+
+    def response_reader(self, index: int) -> ResponseReader | None:
+        """The parts of one sequence of a prompt; None: its tokenizer has no markers of a response."""
+        form = ResponseSyntax.of_tokenizer(self.options.tokenizer)
+        if form is None:
+            return None
+        return ResponseReader(form, self.prompts.prompt(index).tolist(), self.detokenizer(index))
 
     def cancel(self) -> None:
         """Cancel the requests of the call that have not ended, where others use its engine after it."""
