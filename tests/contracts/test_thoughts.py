@@ -133,6 +133,21 @@ def test_the_markers_of_a_family_are_found(name):
             check(completion, close, 4)
 
 
+def test_a_call_of_a_grammar_follows_the_thought():
+    """In the grammar's form, also where the family has another; text of other grammars has no calls."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": GRAMMAR["json_schema"]}}]
+    for name, opening in (("added", "<think>"), ("magistral", "[THINK]")):
+        grammar = {"tools": tools, "tool_choice": "required"}
+        [found] = generate(name, opening, thinking_budget=4, grammar=grammar, max_new_tokens=200)
+        [call] = found.tool_calls
+        assert (call.name, call.arguments.keys()) == ("f", {"age", "is"})
+        assert (found.content, 4 < found.num_reasoning_tokens < 20) == ("", True)
+        [found] = generate(
+            name, opening, thinking_budget=4, grammar={"choice": ["[TOOL_CALLS]f{}", "<tool_call>"]}
+        )
+        assert (found.tool_calls, found.content in ("[TOOL_CALLS]f{}", "<tool_call>")) == ((), True)
+
+
 def test_markers_may_be_given_as_tokens():
     """The text of the tokens counts, in whatever tokens the model writes it."""
     name = "spelled"

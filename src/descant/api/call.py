@@ -17,6 +17,7 @@ from descant.api.inputs import RaggedPrompts, prepare_prompts
 from descant.api.user_cache import UserCache, return_cache
 from descant.config.fields import thaw
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
+from descant.config.grammar_spec import GrammarSpec
 from descant.config.registry import GenerationMode
 from descant.core.interfaces import RowCache
 from descant.core.records import Observation
@@ -34,7 +35,7 @@ from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
 from descant.tokenization.detokenizer import IncrementalDetokenizer
 from descant.tokenization.regions import ResponseReader
-from descant.tokenization.response_syntax import ResponseSyntax
+from descant.tokenization.response_syntax import HERMES, ResponseSyntax
 from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.tracer import Tracer
 
@@ -396,12 +397,25 @@ class Call:
             skip_special_tokens=True,
         )
 
-    def response_reader(self, index: int) -> ResponseReader | None:
-        """The parts of one sequence of a prompt; None: its tokenizer has no markers of a response."""
-        form = ResponseSyntax.of_tokenizer(self.options.tokenizer)
-        if form is None:
+    def response_syntax(self, index: int) -> ResponseSyntax | None:
+        """The markers of the responses to a prompt; None: they have none, or there is no tokenizer.
+
+        What a grammar rules has calls in the grammar's form, and none in another's.
+        """
+        if self.options.tokenizer is None:
             return None
-        return ResponseReader(form, self.prompts.prompt(index).tolist(), self.detokenizer(index))
+        own, grammar = ResponseSyntax.of_tokenizer(self.options.tokenizer), self.configs[index].grammar
+        if not isinstance(grammar, GrammarSpec):
+            return own
+        thought, calls = None if own is None else own.thought, HERMES if grammar.kind == "tools" else None
+        return None if thought is None and calls is None else ResponseSyntax(thought, calls)
+
+    def response_reader(self, index: int) -> ResponseReader | None:
+        """The parts of one sequence of a prompt; None: they are its text."""
+        syntax = self.response_syntax(index)
+        if syntax is None:
+            return None
+        return ResponseReader(syntax, self.prompts.prompt(index).tolist(), self.detokenizer(index))
 
     def cancel(self) -> None:
         """Cancel the requests of the call that have not ended, where others use its engine after it."""

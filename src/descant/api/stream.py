@@ -26,7 +26,6 @@ from descant.models.distributed import all_ranks_or_none
 from descant.models.wrapping.wrapped_model import unwrap_model
 from descant.tokenization.detokenizer import IncrementalDetokenizer
 from descant.tokenization.regions import ResponsePart, ResponseReader
-from descant.tokenization.response_syntax import ResponseSyntax
 from descant.trace.trace import Trace
 
 # Fields of the output object, which a stream does not return.
@@ -114,13 +113,12 @@ class Stream:
         with torch.no_grad():
             call.admit(bind_prompts(model, inputs, others, options.tokenizer))
         has_tokenizer = options.tokenizer is not None
-        has_format = has_tokenizer and ResponseSyntax.of_tokenizer(options.tokenizer) is not None
         self._prompt_streams = {
             request: _PromptStream(
                 index,
                 config,
                 partial(call.detokenizer, index) if has_tokenizer else None,
-                partial(call.response_reader, index) if has_format else None,
+                None if call.response_syntax(index) is None else partial(call.response_reader, index),
             )
             for index, (request, config) in enumerate(zip(call.request_ids, call.configs, strict=True))
         }

@@ -404,7 +404,7 @@ def _resolve_one(
     prompt_params, method_params = plan.prompt_params(info, traits), plan.row_method_params(info)
     if plan.config.suffix_lookup_shared:
         method_params["suffix_lookup_salt"] = request.cache_salt, request.adapter_name
-    if plan.config.grammar is not None or plan.config.thinking_budget is not None:
+    if plan.config.grammar is not None or "thinking_budget" in method_params:
         method_params |= _text_params(request, plan.config, ids, suffix)
     num_healed = 0 if suffix is None else len(suffix)
     inputs = request.inputs

@@ -350,6 +350,20 @@ class ToolChoice(Body):
     function: NamedFunction
 
 
+class AllowedToolList(Body):
+    """The tools of which some may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[ToolChoice]
+
+
+class AllowedTools(Body):
+    """A choice among some of the tools, of which the model sees all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
 class JsonSchemaFormat(Body):
     """A schema of the answer."""
 
@@ -377,7 +391,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=100)
     response_format: ResponseFormat | None = None
     tools: Items[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None  # the old form of tools
     reasoning_effort: str | None = None  # a variable of the chat template
     verbosity: str | None = None  # another

@@ -151,3 +151,37 @@ def test_a_call_is_an_item_behind_the_thought(client):
         input=[{"role": "user", "content": "Hi"}, thought, call, result], **given
     )
     assert [item.type for item in second.output] == ["reasoning", "message"]
+
+
+def begins(text):
+    """The tokens that begin with a text."""
+    tokenizer = pretrained.tokenizer(NAME)
+    return [token for token in range(len(tokenizer)) if tokenizer.decode([token]).startswith(text)]
+
+
+def test_tools_and_a_format_in_one_request(client):
+    """vllm#16313: the answer is a call, or has the format."""
+    fields = {"tools": [TOOL], "response_format": FORMAT, "max_tokens": 160}
+    for banned, is_call in (("{", True), ("<", False)):
+        bias = {str(token): -100 for token in begins(banned)[:200]}
+        answer = chat(client, {"enable_thinking": False, "logit_bias": bias}, **fields).choices[0].message
+        assert bool(answer.tool_calls) == is_call
+        found = answer.tool_calls[0].function.arguments if is_call else answer.content
+        assert json.loads(found).keys() == {"age", "is"}
+
+
+def test_the_allowed_tools_are_those_that_are_called(client):
+    other = {
+        "type": "function",
+        "function": {"name": "other", "parameters": {}},
+    }
+    fields = {"tools": [TOOL, other], "max_tokens": 160}
+    choice = {"mode": "required", "tools": [{"type": "function", "function": {"name": "other"}}]}
+    extra = {"enable_thinking": False, "tool_choice": {"type": "allowed_tools", "allowed_tools": choice}}
+    [call] = chat(client, extra, **fields).choices[0].message.tool_calls
+    assert call.function.name == "other"
+    choice["tools"][0]["function"]["name"] = "third"
+    with pytest.raises(
+        openai.BadRequestError, match="`allowed_tools` must name some of the `tools`, got `third`"
+    ):
+        chat(client, extra, **fields)

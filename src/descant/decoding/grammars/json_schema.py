@@ -165,6 +165,7 @@ class ToolGrammar(NamedTuple):
 
     schemas: tuple[Mapping[str, Any], ...]  # of the JSON between the tags, one for each tool
     is_required: bool  # exactly one call and no text, else any number of calls in free text
+    answer: Any = None  # the schema of the text in place of calls; None: it is free, also around calls
 
     @classmethod
     def from_spec(cls, spec: GrammarSpec) -> ToolGrammar:
@@ -173,7 +174,7 @@ class ToolGrammar(NamedTuple):
         if isinstance(choice, Mapping):
             name = choice["function"]["name"]
             functions = [function for function in functions if function["name"] == name]
-        return cls(tuple(map(_call_schema, functions)), choice != "auto")
+        return cls(tuple(map(_call_schema, functions)), choice != "auto", thaw(spec.get("answer")))
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from math import isfinite
 from typing import Any, ClassVar, Final
 
 from descant.engine.protocol import TokenLogprobs
-from descant.serve.bodies import ChatBody, GenerationBody, ResponseFormat
+from descant.serve.bodies import AllowedTools, ChatBody, GenerationBody, ResponseFormat
 from descant.serve.http.errors import ApiError, encode_json, invalid_value
 from descant.serve.model.served_model import ServedModel
 from descant.serve.routes.generation import ChoiceUpdate, GenerationCall, PromptRun
@@ -30,10 +30,10 @@ def grammar_of(body: ChatBody) -> dict[str, Any] | None:
     """The grammar of a body's response format or tools; None: its text is free."""
     grammar = format_grammar(body.response_format)
     tools = _tool_grammar(body)
-    if grammar is not None and tools is not None:
-        message = "`tools` must not be combined with a `response_format`: set `tool_choice` to `none`"
-        raise invalid_value("response_format", message)
-    return grammar if tools is None else tools
+    if grammar is None or tools is None:
+        return grammar if tools is None else tools
+    # The format is that of an answer without calls.
+    return {**tools, "answer": grammar["json_schema"]} if tools["tool_choice"] == "auto" else tools
 
 
 def format_grammar(form: ResponseFormat | None) -> dict[str, Any] | None:
@@ -57,6 +57,14 @@ def _tool_grammar(body: ChatBody) -> dict[str, Any] | None:
     if choice == "none":
         return None
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if isinstance(choice, AllowedTools):
+        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+        unknown = sorted(allowed - {tool.function.name for tool in body.tools})
+        if unknown or not allowed:
+            got = f"`{unknown[0]}`" if unknown else "no names"
+            raise invalid_value("tool_choice", f"`allowed_tools` must name some of the `tools`, got {got}")
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        return {"tools": tools, "tool_choice": choice.allowed_tools.mode}
     plain = choice if choice is None or isinstance(choice, str) else choice.model_dump()
     return {"tools": tools, "tool_choice": plain or "auto"}
 

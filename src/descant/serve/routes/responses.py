@@ -101,6 +101,14 @@ class ResponseToolChoice(Body):
     name: str
 
 
+class AllowedResponseTools(Body):
+    """A choice among some of the tools, of which the model sees all."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[ResponseToolChoice]
+
+
 class TextFormat(Body):
     """The form of the answer."""
 
@@ -139,7 +147,7 @@ class ResponsesBody(GenerationBody):
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
     tools: Items[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | AllowedResponseTools | None = None
     parallel_tool_calls: bool = True
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
@@ -174,7 +182,11 @@ class ResponsesBody(GenerationBody):
                 for tool in self.tools
             ]
         if isinstance(self.tool_choice, ResponseToolChoice):
-            data["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+            data["tool_choice"] = _chat_tool(self.tool_choice)
+        elif isinstance(self.tool_choice, AllowedResponseTools):
+            tools = [_chat_tool(tool) for tool in self.tool_choice.tools]
+            allowed = {"mode": self.tool_choice.mode, "tools": tools}
+            data["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         elif self.tool_choice is not None:
             data["tool_choice"] = self.tool_choice
         data["parallel_tool_calls"] = self.parallel_tool_calls
@@ -211,6 +223,11 @@ class ResponsesBody(GenerationBody):
                 thought = {}
         if calls:
             yield {"role": "assistant", "content": "", "tool_calls": calls, **thought}
+
+
+def _chat_tool(choice: ResponseToolChoice) -> dict[str, Any]:
+    """A named tool in the form of chats."""
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _plain_content(content: str | list[TextPart]) -> str:
