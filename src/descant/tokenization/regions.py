@@ -7,9 +7,9 @@ and grammars, so that all of them agree where a thought ends, in whatever tokens
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -293,20 +293,25 @@ Array = NDArray[Any]
 _MAX_STATES: Final = 64
 
 
+# The masks of each vocabulary, which requests share.
+_masks: weakref.WeakKeyDictionary[TokenBytes, dict[Any, Array]] = weakref.WeakKeyDictionary()
+
+
 class ThoughtTracker:
     """The thought of each row of a request, as a function of its new tokens.
 
     So forks, drafts, rejections and rows that take tokens back need no bookkeeping.
     """
 
-    def __init__(self, markers: ThoughtMarkers, tokenizer: Any, region: str) -> None:
-        self.markers = markers
+    def __init__(
+        self, markers: ThoughtMarkers, tokenizer: Any, region: str, budget: int | None = None
+    ) -> None:
+        self.markers, self.budget = markers, budget
         self._vocabulary = TokenBytes.from_tokenizer(tokenizer)
         self._machine = RegionMachine(ResponseSyntax(replace(markers, reopens=False)))
         self._first = ThoughtState(RegionState(region), 0)
         self._states: dict[bytes, ThoughtState] = {}  # the least recently used first
-        self._tokens_behind = lru_cache(maxsize=16)(self._find_tokens_behind)
-        self._opening_tokens = lru_cache(maxsize=16)(self._find_opening_tokens)
+        self._masks = _masks.setdefault(self._vocabulary, {})
 
     def at(self, text: Array) -> ThoughtState:
         """The state after some new tokens."""
@@ -333,27 +338,29 @@ class ThoughtTracker:
         is_skipped = state.region == "content" and all(piece.region == "content" for piece in pieces)
         return ThoughtState(state, 0 if is_skipped else length)
 
-    def thought_mask(self, found: ThoughtState, num_words: int) -> Array:
-        """The tokens that may follow in a thought before a grammar [W], a bit each.
+    def mask(self, found: ThoughtState, num_words: int) -> Array:
+        """The tokens that may follow in a thought before a grammar, or begin one [W], a bit each."""
+        key = self.markers, found.region, found.state.pending, num_words
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(found.region, found.state.pending, num_words)
+            if len(self._masks) > _MAX_STATES:
+                del self._masks[next(iter(self._masks))]
+        return self._masks[key]
 
-        None may close it and begin the answer, which the grammar would not see.
-        """
+    def _make_mask(self, region: str, pending: bytes, num_words: int) -> Array:
         allowed = np.zeros(32 * num_words, bool)
-        allowed[: self._vocabulary.size] = True
-        tail = found.state.pending
-        for marker in _encoded(self.markers.close):
-            sizes = [size for size in range(len(marker)) if tail.endswith(marker[:size])]
-            for size in sizes:
-                allowed[self._tokens_behind(marker, size)] = False
-        return np.packbits(allowed, bitorder="little").view(np.uint32)
-
-    def opening_mask(self, found: ThoughtState, num_words: int) -> Array:
-        """The tokens that continue the opening marker [W]."""
-        allowed = np.zeros(32 * num_words, bool)
-        begun = found.state.pending.lstrip()
-        for marker in _encoded(self.markers.open):
-            if marker.startswith(begun):
-                allowed[self._opening_tokens(marker[len(begun) :])] = True
+        if region == "reasoning":
+            allowed[: self._vocabulary.size] = True
+            # None may close it and begin the answer, which the grammar would not see.
+            for marker in _encoded(self.markers.close):
+                for size in range(len(marker)):
+                    if pending.endswith(marker[:size]):
+                        allowed[self._find_tokens_behind(marker, size)] = False
+        else:
+            begun = pending.lstrip()
+            for marker in _encoded(self.markers.open):
+                if marker.startswith(begun):
+                    allowed[self._find_opening_tokens(marker[len(begun) :])] = True
         return np.packbits(allowed, bitorder="little").view(np.uint32)
 
     def _find_tokens_behind(self, marker: bytes, size: int) -> list[int]:

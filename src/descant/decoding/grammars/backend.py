@@ -334,10 +334,10 @@ def _set_thought_tokens(masks: Array, line: int, pool: MatcherPool, found: Thoug
     """Permit the tokens of a thought, or those that open one."""
     assert pool.thought is not None
     if found.region == "reasoning":
-        masks[line] = pool.thought.thought_mask(found, masks.shape[1])
+        masks[line] = pool.thought.mask(found, masks.shape[1])
         _set_end_tokens(masks[line], pool.end_token_ids, is_complete=False)
     elif found.region == "start":
-        masks[line] |= pool.thought.opening_mask(found, masks.shape[1])
+        masks[line] |= pool.thought.mask(found, masks.shape[1])
 
 
 def _place(pool: MatcherPool, text: Any, line: int, busy: dict[GrammarMatcher, int], masks: Array) -> bool:

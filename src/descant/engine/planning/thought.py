@@ -36,7 +36,7 @@ def thought_tracker(
             region = "content"
     if region == "content" and config.thinking_budget is None:
         return None
-    return ThoughtTracker(syntax.thought, tokenizer, region)
+    return ThoughtTracker(syntax.thought, tokenizer, region, config.thinking_budget)
 
 
 def _tracker_of_ids(tokenizer: Any, config: GenerationConfig, prompt: Sequence[int]) -> ThoughtTracker:
@@ -45,7 +45,7 @@ def _tracker_of_ids(tokenizer: Any, config: GenerationConfig, prompt: Sequence[i
     end = _token_text(tokenizer, config.thinking_end or ())
     markers = ThoughtMarkers((start,) if start else (), (end,))
     region = ResponseSyntax(markers).opening_region(tokenizer, prompt) if start else "reasoning"
-    return ThoughtTracker(markers, tokenizer, region)
+    return ThoughtTracker(markers, tokenizer, region, config.thinking_budget)
 
 
 def _token_text(tokenizer: Any, ids: Sequence[int]) -> str:
