@@ -43,7 +43,6 @@ from descant.decoding.constraints import Constraint as Constraint
 from descant.decoding.constraints import ConstraintListState as ConstraintListState
 from descant.decoding.constraints import DisjunctiveConstraint as DisjunctiveConstraint
 from descant.decoding.constraints import PhrasalConstraint as PhrasalConstraint
-from descant.decoding.grammars.json_schema import ToolCall as ToolCall
 from descant.decoding.grammars.json_schema import parse_tool_calls as parse_tool_calls
 from descant.decoding.guidance import ContrastiveDecoding as ContrastiveDecoding
 from descant.decoding.guidance import DExperts as DExperts
@@ -232,6 +231,8 @@ from descant.recipes.loading import load_recipe as load_recipe
 from descant.recipes.loading import push_recipe as push_recipe
 from descant.recipes.loading import trust_recipe as trust_recipe
 from descant.recipes.recipe import Recipe as Recipe
+from descant.tokenization.regions import ResponsePart as ResponsePart
+from descant.tokenization.response_syntax import ToolCall as ToolCall
 from descant.trace.trace import Trace as Trace
 from descant.trace.tracer import Tracer as Tracer
 

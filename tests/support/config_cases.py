@@ -32,6 +32,7 @@ CASES = {
     "no_timestamps_token_id": IDS,
     **dict.fromkeys(("eos_token_id", "forced_eos_token_id", "decoder_start_token_id"), ID_LISTS),
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "stop_token_ids"), TOKEN_LISTS),
+    "thinking_message": (["Enough.", " é\n"], ["", 3, ["a"], b"a", True, "é" * 10_000]),
     "thinking_start": TOKEN_LISTS,
     "thinking_end": (TOKEN_LISTS[0][1:], [[], *TOKEN_LISTS[1]]),
     **dict.fromkeys(("top_p", "min_p", "penalty_alpha", "xtc_probability"), ([0, *SHARES[0]], SHARES[1])),

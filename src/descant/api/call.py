@@ -17,6 +17,7 @@ from descant.api.inputs import RaggedPrompts, prepare_prompts
 from descant.api.user_cache import UserCache, return_cache
 from descant.config.fields import thaw
 from descant.config.generation_config import FIELDS, STEP_OUTPUT_FIELDS, GenerationConfig
+from descant.config.grammar_spec import GrammarSpec
 from descant.config.registry import GenerationMode
 from descant.core.interfaces import RowCache
 from descant.core.records import Observation
@@ -33,6 +34,8 @@ from descant.models.forward.no_cache import NoCache
 from descant.recipes.loading import load_recipe
 from descant.recipes.recipe import Recipe
 from descant.tokenization.detokenizer import IncrementalDetokenizer
+from descant.tokenization.regions import ResponseReader
+from descant.tokenization.response_syntax import HERMES, ResponseSyntax
 from descant.tokenization.token_healing import HealedSuffix
 from descant.trace.tracer import Tracer
 
@@ -393,6 +396,26 @@ class Call:
             skip=len(self.healed_suffixes[index].text.decode(errors="ignore")),
             skip_special_tokens=True,
         )
+
+    def response_syntax(self, index: int) -> ResponseSyntax | None:
+        """The markers of the responses to a prompt; None: they have none, or there is no tokenizer.
+
+        What a grammar rules has calls in the grammar's form, and none in another's.
+        """
+        if self.options.tokenizer is None:
+            return None
+        own, grammar = ResponseSyntax.of_tokenizer(self.options.tokenizer), self.configs[index].grammar
+        if not isinstance(grammar, GrammarSpec):
+            return own
+        thought, calls = None if own is None else own.thought, HERMES if grammar.kind == "tools" else None
+        return None if thought is None and calls is None else ResponseSyntax(thought, calls)
+
+    def response_reader(self, index: int) -> ResponseReader | None:
+        """The parts of one sequence of a prompt; None: they are its text."""
+        syntax = self.response_syntax(index)
+        if syntax is None:
+            return None
+        return ResponseReader(syntax, self.prompts.prompt(index).tolist(), self.detokenizer(index))
 
     def cancel(self) -> None:
         """Cancel the requests of the call that have not ended, where others use its engine after it."""

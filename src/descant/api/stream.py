@@ -25,6 +25,7 @@ from descant.models.audio.whisper import is_whisper
 from descant.models.distributed import all_ranks_or_none
 from descant.models.wrapping.wrapped_model import unwrap_model
 from descant.tokenization.detokenizer import IncrementalDetokenizer
+from descant.tokenization.regions import ResponsePart, ResponseReader
 from descant.trace.trace import Trace
 
 # Fields of the output object, which a stream does not return.
@@ -51,6 +52,8 @@ class StreamEvent:
     hypothesis: Hypothesis | None = field(default=None, compare=False, repr=False)
     num_drafts: int = 0  # draft tokens verified in this step, with speculation
     accepted: int = 0  # how many of `token_ids` are accepted drafts
+    # The text by regions; text that may be a marker comes with a later event.
+    parts: tuple[ResponsePart, ...] = ()
 
 
 def stream(
@@ -111,7 +114,12 @@ class Stream:
             call.admit(bind_prompts(model, inputs, others, options.tokenizer))
         has_tokenizer = options.tokenizer is not None
         self._prompt_streams = {
-            request: _PromptStream(index, config, partial(call.detokenizer, index) if has_tokenizer else None)
+            request: _PromptStream(
+                index,
+                config,
+                partial(call.detokenizer, index) if has_tokenizer else None,
+                None if call.response_syntax(index) is None else partial(call.response_reader, index),
+            )
             for index, (request, config) in enumerate(zip(call.request_ids, call.configs, strict=True))
         }
 
@@ -275,7 +283,11 @@ class _PromptStream:
     """The streaming state of one prompt and its sequences."""
 
     def __init__(
-        self, row: int, config: GenerationConfig, new_detokenizer: Callable[[], IncrementalDetokenizer] | None
+        self,
+        row: int,
+        config: GenerationConfig,
+        new_detokenizer: Callable[[], IncrementalDetokenizer] | None,
+        new_reader: Callable[[], Any] | None,
     ) -> None:
         self.row, self.config = row, config
         # Tokens of each sequence in events so far; a recipe may return more sequences than are asked for.
@@ -285,21 +297,26 @@ class _PromptStream:
         # Of each sequence; None without a tokenizer.
         self.detokenizers: dict[int, IncrementalDetokenizer] | None
         self.detokenizers = None if new_detokenizer is None else defaultdict(new_detokenizer)
+        # Of each sequence; None where a response is content alone.
+        self.readers: dict[int, ResponseReader] | None
+        self.readers = None if new_reader is None else defaultdict(new_reader)
 
     def token_event(self, group: _StepTokens) -> StreamEvent:
         """The event of a sequence's tokens in a step."""
         slot, ids = group.slot, tuple(group.tokens)
         self.num_emitted[slot] += len(ids)
         has_logprobs = self.config.logprobs is not None and len(group.raw_logprobs) == len(ids)
+        text = self._decode(slot, ids)
         return StreamEvent(
             self.row,
             slot,
             ids,
-            self._decode(slot, ids),
+            text,
             tuple(group.processed_logprobs) if has_logprobs else None,
             tuple(group.raw_logprobs) if has_logprobs else None,
             num_drafts=group.num_drafts,
             accepted=group.accepted,
+            parts=self._parts(slot, ids, text),
         )
 
     def common_prefix_events(self, tokens: Tensor) -> Iterator[StreamEvent]:
@@ -308,7 +325,8 @@ class _PromptStream:
             ids = tuple(tokens[num_emitted:].tolist())
             if ids:
                 self.num_emitted[slot] += len(ids)
-                yield StreamEvent(self.row, slot, ids, self._decode(slot, ids))
+                text = self._decode(slot, ids)
+                yield StreamEvent(self.row, slot, ids, text, parts=self._parts(slot, ids, text))
 
     def finish_events(self, event: Finished) -> Iterator[StreamEvent]:
         """The last events of the sequences that have none yet."""
@@ -322,17 +340,19 @@ class _PromptStream:
         ids = tuple(hypothesis.tokens[start:].tolist())
         self.finished_slots.add(slot)
         num_drafts, accepted = self.draft_counts.get(slot, (0, 0))
+        text = self._decode(slot, ids, last=True)
         return StreamEvent(
             self.row,
             slot,
             ids,
-            self._decode(slot, ids, last=True),
+            text,
             None if logprobs is None else tuple(logprobs.processed[start:].tolist()),
             None if logprobs is None else tuple(logprobs.raw[start:].tolist()),
             hypothesis.reason,
             hypothesis=hypothesis,
             num_drafts=num_drafts,
             accepted=accepted,
+            parts=self._parts(slot, ids, text, last=True),
         )
 
     def failure_events(self, error: DescantError) -> Iterator[StreamEvent]:
@@ -340,7 +360,8 @@ class _PromptStream:
         for slot in self.num_emitted:
             if slot not in self.finished_slots:
                 text = self._decode(slot, (), last=True)
-                yield StreamEvent(self.row, slot, (), text, finish_reason="error", error=error)
+                parts = self._parts(slot, (), text, last=True)
+                yield StreamEvent(self.row, slot, (), text, finish_reason="error", error=error, parts=parts)
 
     def _decode(self, slot: int, ids: Sequence[int], last: bool = False) -> str | None:
         if self.detokenizers is None:
@@ -348,6 +369,15 @@ class _PromptStream:
         detokenizer = self.detokenizers[slot]
         text = detokenizer.put(ids)
         return text + detokenizer.end() if last else text
+
+    def _parts(
+        self, slot: int, ids: Sequence[int], text: str | None, last: bool = False
+    ) -> tuple[ResponsePart, ...]:
+        if self.readers is None:
+            return (ResponsePart("content", text),) if text else ()
+        reader = self.readers[slot]
+        parts = reader.put(ids)
+        return tuple([*parts, *reader.end()] if last else parts)
 
 
 def _validate_no_record_fields(fields: Mapping[str, Any], argument: Any) -> None:

@@ -14,6 +14,8 @@ from descant.core.records import Hypothesis, Logprobs
 from descant.engine.request import Request
 from descant.models.model_output import GenerateOutput
 from descant.tokenization.detokenizer import IncrementalDetokenizer
+from descant.tokenization.regions import ResponsePart
+from descant.tokenization.response_syntax import ToolCall
 
 
 @dataclass(frozen=True)
@@ -27,9 +29,30 @@ class Completion:
     finish_reason: str  # "eos", "length", "time", "stop"
     # With its score, log-probabilities and drafts, where it has them.
     hypothesis: Hypothesis = field(compare=False, repr=False)
+    # The text by regions; None: the model's tokenizer has no markers of thoughts and calls.
+    parts: tuple[ResponsePart, ...] | None = field(default=None, compare=False, repr=False)
+    num_reasoning_tokens: int = 0  # of the thought, with the tokens that close it
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def reasoning(self) -> str:
+        """The thought, without its markers."""
+        return self._text_of("reasoning")
+
+    @property
+    def content(self) -> str:
+        """The text without the thought and the tool calls."""
+        return self.text if self.parts is None else self._text_of("content")
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls, in the format of the model's family; one that is cut off is content."""
+        return tuple(call for part in self.parts or () for call in part.calls)
+
+    def _text_of(self, region: str) -> str:
+        return "".join(part.text for part in self.parts or () if part.region == region)
 
 
 class TextOutput(Sequence[Completion]):
@@ -86,7 +109,12 @@ def text_output(call: GenerateCall, output: Any) -> TextOutput:
         for index, hypothesis in enumerate(group):
             ids, detokenizer = tuple(hypothesis.tokens.tolist()), call.detokenizer(row)
             text = detokenizer.put(ids) + detokenizer.end()
-            completions.append(Completion(row, index, text, ids, hypothesis.reason, hypothesis))
+            reader = call.response_reader(row)
+            parts = None if reader is None else (*reader.put(ids), *reader.end())
+            num_thought = 0 if reader is None else reader.num_reasoning_tokens
+            completions.append(
+                Completion(row, index, text, ids, hypothesis.reason, hypothesis, parts, num_thought)
+            )
     return TextOutput(completions, output)
 
 

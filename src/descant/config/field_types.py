@@ -184,6 +184,17 @@ def token_or_tokens(most: int | None = None) -> FieldType:
     return FieldType("int | list[int]", "a token id (an int >= 0) or a non-empty list of them", parse)
 
 
+def text(size: int) -> FieldType:
+    """One text."""
+
+    def parse(value: Any) -> str:
+        found = _parse_text(value)
+        _check_texts((found,), 1, size)
+        return found
+
+    return FieldType("str", "a text that is not empty", parse)
+
+
 def words() -> FieldType:
     """A list of token sequences."""
     expected = "a non-empty list of non-empty lists of token ids (ints >= 0)"

@@ -78,13 +78,17 @@ def _parse(value: Any) -> GrammarSpec:
     if len(given) != 1:
         raise FieldValueError(f"a dict with exactly one of {', '.join(GRAMMAR_KINDS)}")
     kind = given[0]
-    known = {kind, *_OPTIONS, *(("tool_choice",) if kind == "tools" else ())}
+    known = {kind, *_OPTIONS, *(("tool_choice", "answer") if kind == "tools" else ())}
     unknown = [name for name in value if name not in known]
     if unknown:
         raise FieldValueError(f"a dict with no other keys than {', '.join(sorted(known))}")
     items: dict[str, Any] = {kind: _PARSERS[kind](value[kind])}
     if kind == "tools":
         items["tool_choice"] = _tool_choice(value.get("tool_choice", "auto"), items["tools"])
+        if "answer" in value:
+            if items["tool_choice"] != "auto":
+                raise FieldValueError('a dict with `answer` only where its `tool_choice` is "auto"')
+            items["answer"] = _schema(value["answer"], "answer")
     if value.get("backend", "auto") not in GRAMMAR_BACKENDS:
         raise FieldValueError(f"a dict whose `backend` is one of {', '.join(GRAMMAR_BACKENDS)}")
     if not isinstance(value.get("drafts", True), bool):
@@ -101,17 +105,17 @@ def _parse(value: Any) -> GrammarSpec:
     return spec
 
 
-def _schema(value: Any) -> Any:
+def _schema(value: Any, name: str = "json_schema") -> Any:
     """A JSON schema: a dict or a bool, its text, a pydantic model or a dataclass."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise FieldValueError("a dict whose `json_schema` is JSON, if it is a text") from None
+            raise FieldValueError(f"a dict whose `{name}` is JSON, if it is a text") from None
     elif isinstance(value, type):
         value = _schema_of_type(value)
     if not isinstance(value, Mapping | bool):
-        raise FieldValueError("a dict whose `json_schema` is a schema, its text, or a type")
+        raise FieldValueError(f"a dict whose `{name}` is a schema, its text, or a type")
     return value
 
 

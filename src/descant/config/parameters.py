@@ -102,13 +102,17 @@ class Parameters(StoredParameters):
         '"custom": the processors of the call.')
     thinking_budget: int | None = field(
         default=None, kind=types.integer(), group="strategy",
-        doc="Maximum number of thinking tokens, after which `thinking_end` is forced.")
+        doc="Maximum number of thinking tokens, after which the thought is closed; needs `tokenizer` unless "
+        "`thinking_end` is given.")
+    thinking_message: str | None = field(
+        default=None, kind=types.text(MAX_PHRASE_BYTES), group="strategy", needs=("thinking_budget",),
+        doc="Text that is forced before the end of a thought that has used up its budget; needs `tokenizer`.")
     thinking_start: Sequence[int] | None = field(
         default=None, kind=types.tokens(empty=True), group="strategy", needs=("thinking_budget",),
-        doc="Tokens that start thinking; if unset, thinking starts with the first new token.")
+        doc="Tokens that start thinking; with `thinking_end` alone, it starts with the first new token.")
     thinking_end: Sequence[int] | None = field(
         default=None, kind=types.tokens(), group="strategy", needs=("thinking_budget",),
-        doc="Tokens that end thinking.")
+        doc="Tokens that end thinking; if unset, those of the tokenizer's family.")
 
     # -- beams
     early_stopping: bool | str = field(

@@ -79,7 +79,6 @@ INCOMPATIBLE: Final = (
         for name in ("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids")
     ),
     ("grammar", "return_timestamps", "timestamps are not part of the text"),
-    ("grammar", "thinking_budget", "a grammar starts with the first new token"),
     ("dola_layers", "guidance_scale", "DoLa masks tokens, whose guided logits would be undefined"),
 )  # fmt: skip
 
@@ -237,12 +236,10 @@ def validate_merged(values: Values, sources: Sources, *, has_strategy: bool = Fa
     if do_sample and _effective_value(values, "temperature") == 0.0:
         must = f"must be > 0 while `do_sample` is True{_source_note('temperature', sources)}"
         raise ConfigError("temperature", must, 0.0, "set do_sample=False for greedy search")
-    if values.get("thinking_budget") is not None and values.get("thinking_end") is None:
-        must = (
-            f"needs `thinking_end`, the closing tokens of a thought{_source_note('thinking_budget', sources)}"
-        )
-        do = "set thinking_end, for instance to tokenizer.encode('</think>', add_special_tokens=False)"
-        raise ConfigError(("thinking_budget", "thinking_end"), must, values["thinking_budget"], do)
+    if values.get("thinking_start") is not None and values.get("thinking_end") is None:
+        must = f"needs `thinking_end`, the tokens that end a thought{_source_note('thinking_start', sources)}"
+        do = "set it, for instance to tokenizer.encode('</think>', add_special_tokens=False)"
+        raise ConfigError(("thinking_start", "thinking_end"), must, values["thinking_start"], do)
     end, start = values.get("thinking_end") or (), values.get("thinking_start") or ()
     if start and any(end[index : index + len(start)] == start for index in range(len(end))):
         must = f"must not contain `thinking_start` {list(start)}, or closing a thought would open the next"

@@ -371,6 +371,10 @@ class Context:
             self._device_params[name] = value if value.ndim > 1 else value[:, None]
         return self._device_params[name]
 
+    def has_param(self, name: str) -> bool:
+        """Whether any row of the table has a parameter."""
+        return name in self._params
+
     def object_param(self, name: str) -> list[Any]:
         """A parameter that is an object, one per line."""
         value = self._params[name]

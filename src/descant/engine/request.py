@@ -20,14 +20,17 @@ from descant.decoding.grammars.compiler import compile_grammar, compiler_of
 from descant.decoding.guidance import NEGATIVE_PROMPT_KEY
 from descant.decoding.processors.base import as_id_list
 from descant.decoding.processors.grammar import GRAMMAR_PARAM
+from descant.decoding.processors.lengths import THOUGHT_PARAM
 from descant.decoding.stopping import Criterion, RegexStop
 from descant.engine.planning.drafter_factory import DRAFT_FIELDS, DraftInputs, drafter_spec
 from descant.engine.planning.planner import DecodingPlan, PromptParams, make_plan
+from descant.engine.planning.thought import budget_tokens, thought_tracker
 from descant.errors import ConfigError, InputError
 from descant.models.forward.inputs import is_per_token
 from descant.models.wrapping.peft_adapters import ADAPTER_NAME_KEY
 from descant.models.wrapping.wrapped_model import unwrap_model
 from descant.recipes.recipe import Recipe
+from descant.tokenization.regions import ThoughtTracker
 from descant.tokenization.stop_strings import PhraseMatcher, StopStringMatcher
 from descant.tokenization.token_bytes import TokenBytes
 from descant.tokenization.token_healing import HealedSuffix
@@ -149,8 +152,13 @@ def healed_suffix(request: Request, ids: Tensor) -> HealedSuffix:
     return HealedSuffix.from_prompt(request.tokenizer, ids.tolist())
 
 
-def matcher_pool(request: Request, config: GenerationConfig, suffix: HealedSuffix | None) -> MatcherPool:
-    """The matchers of a request's grammar, which its text follows from the end of its prompt on."""
+def matcher_pool(
+    request: Request,
+    config: GenerationConfig,
+    suffix: HealedSuffix | None,
+    thought: ThoughtTracker | None = None,
+) -> MatcherPool:
+    """The matchers of a request's grammar, which its text follows behind its prompt and its thought."""
     assert isinstance(config.grammar, GrammarSpec)
     grammar = request._call.compiled_grammar
     prefix = b"" if suffix is None else suffix.text
@@ -165,9 +173,8 @@ def matcher_pool(request: Request, config: GenerationConfig, suffix: HealedSuffi
         must = f"must be a token of the tokenizer, which has {num_bits} at most, with `grammar`"
         raise ConfigError(("eos_token_id", "grammar"), must, ends)
     special = TokenBytes.from_tokenizer(request.tokenizer).special_ids
-    return MatcherPool(
-        grammar, ends + [token for token in as_id_list(config.stop_token_ids) if token in special]
-    )
+    stops = [token for token in as_id_list(config.stop_token_ids) if token in special]
+    return MatcherPool(grammar, ends + stops, thought)
 
 
 def compile_request_grammar(
@@ -397,8 +404,8 @@ def _resolve_one(
     prompt_params, method_params = plan.prompt_params(info, traits), plan.row_method_params(info)
     if plan.config.suffix_lookup_shared:
         method_params["suffix_lookup_salt"] = request.cache_salt, request.adapter_name
-    if plan.config.grammar is not None:
-        method_params[GRAMMAR_PARAM] = matcher_pool(request, plan.config, suffix)
+    if plan.config.grammar is not None or "thinking_budget" in method_params:
+        method_params |= _text_params(request, plan.config, ids, suffix)
     num_healed = 0 if suffix is None else len(suffix)
     inputs = request.inputs
     if request.adapter_name is not None:
@@ -421,6 +428,21 @@ def _resolve_one(
     return ResolvedRequest(
         request, plan, prompt_params, method_params, prompt, offset, inputs, uses_prefix_reuse
     )
+
+
+def _text_params(
+    request: Request, config: GenerationConfig, ids: Tensor, suffix: HealedSuffix | None
+) -> dict[str, Any]:
+    """The row parameters of a request's grammar and of its thought."""
+    params: dict[str, Any] = {}
+    thought = thought_tracker(request.tokenizer, config, ids.tolist(), num_healed=len(suffix or ()))
+    if config.grammar is not None:
+        params[GRAMMAR_PARAM] = matcher_pool(request, config, suffix, thought)
+    if config.thinking_budget is not None:
+        params["thinking_end"] = budget_tokens(request.tokenizer, config, thought)
+        if thought is not None:
+            params[THOUGHT_PARAM] = thought
+    return params
 
 
 def with_drawn_seed(one: ResolvedRequest) -> ResolvedRequest:

@@ -307,6 +307,7 @@ class ChatMessage(Body):
     tool_calls: Items[MessageToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under its newer name
     # Of answers, which clients send back; they are not shown to the model.
     id: str | None = None
     annotations: list[Any] | None = None
@@ -349,6 +350,20 @@ class ToolChoice(Body):
     function: NamedFunction
 
 
+class AllowedToolList(Body):
+    """The tools of which some may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[ToolChoice]
+
+
+class AllowedTools(Body):
+    """A choice among some of the tools, of which the model sees all."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolList
+
+
 class JsonSchemaFormat(Body):
     """A schema of the answer."""
 
@@ -376,10 +391,13 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = Field(None, ge=0, le=100)
     response_format: ResponseFormat | None = None
     tools: Items[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedTools | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None  # the old form of tools
     reasoning_effort: str | None = None  # a variable of the chat template
     verbosity: str | None = None  # another
+    enable_thinking: bool | None = None  # another
+    separate_reasoning: bool = True  # False: the thought is part of the content
+    include_reasoning: bool = True  # False: the thought is left out of the answer
     parallel_tool_calls: bool = True
     store: Literal[False] = False
     modalities: list[Literal["text"]] | None = None
@@ -390,7 +408,8 @@ class ChatBody(GenerationBody):
     @property
     def template_variables(self) -> dict[str, Any]:
         """Variables of the chat template."""
-        own = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        names = "reasoning_effort", "verbosity", "enable_thinking"
+        own = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in own.items() if value is not None}
         return {**given, **(self.chat_template_kwargs or {})}
 

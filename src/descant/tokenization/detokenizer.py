@@ -101,6 +101,11 @@ class IncrementalDetokenizer:
         new = self._drop_skipped(new)
         return new if self._stop_buffer is None else self._stop_buffer.feed(new) + self._stop_buffer.flush()
 
+    def restart(self, context_ids: Iterable[int]) -> None:
+        """Go on after `end`, behind these tokens."""
+        self._num_prompt_ids = 0
+        self._load_prompt(list(context_ids))
+
     def _drop_skipped(self, text: str) -> str:
         """The text without characters that are still to omit."""
         skip = min(self._skip_chars, len(text))

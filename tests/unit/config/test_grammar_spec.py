@@ -107,7 +107,7 @@ def test_deep_nesting_is_refused_without_recursion():
         GenerationConfig(grammar={"json_schema": schema})
 
 
-@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id", "thinking_budget"])
+@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
 def test_what_forces_tokens_is_refused(name):
     with pytest.raises(ConfigError, match=f"cannot be combined with `{name}`"):
         GenerationConfig.merge({}, GenerationConfig(grammar={"regex": "a"}, **{name: 3}))

@@ -20,7 +20,15 @@ def test_the_random_configs_use_what_the_table_calls_supported():
     # Set by every random config, or by other tests: ends and counts, texts, the order of processors.
     others = {
         *("max_new_tokens", "max_length", "eos_token_id", "num_return_sequences", "do_sample", "seed"),
-        *("thinking_start", "thinking_end", "grammar", "processor_order", "pad_token_id", "bos_token_id"),
+        *(
+            "thinking_message",
+            "thinking_start",
+            "thinking_end",
+            "grammar",
+            "processor_order",
+            "pad_token_id",
+            "bos_token_id",
+        ),
     }
     assert applied - others == FIELD_VALUES.keys()
 

@@ -24,9 +24,10 @@ from descant.cli.output import LENGTH_FIELDS, FunctionRecipe, StreamPrinter
 from descant.config.generation_config import FIELDS, GenerationConfig
 from descant.config.registry import unknown_field_error
 from descant.core.atomic_file import write_bytes
-from descant.decoding.grammars.json_schema import ToolCall, parse_tool_calls
+from descant.decoding.grammars.json_schema import parse_tool_calls
 from descant.engine.planning.planner import as_model
 from descant.errors import ConfigError, DescantError, InputError, file_errors
+from descant.tokenization.response_syntax import ToolCall
 
 DEFAULT_NEW_TOKENS: Final = 512  # per reply, if no length is given
 

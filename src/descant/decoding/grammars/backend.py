@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from descant.config.grammar_spec import GrammarSpec
 from descant.errors import InputError, MissingExtra
+from descant.tokenization.regions import ThoughtState, ThoughtTracker
 from descant.tokenization.token_bytes import TokenBytes
 
 
@@ -214,11 +215,20 @@ class MatcherPool:
     need no bookkeeping.
     """
 
-    def __init__(self, grammar: CompiledGrammar, end_token_ids: Sequence[int]) -> None:
-        self.grammar = grammar
+    def __init__(
+        self, grammar: CompiledGrammar, end_token_ids: Sequence[int], thought: ThoughtTracker | None = None
+    ) -> None:
+        self.grammar, self.thought = grammar, thought
         self.end_token_ids = np.array(sorted(set(end_token_ids)), dtype=np.int64)
         self.failure: str | None = None  # the bound of the library that a text has exceeded
         self._positions: dict[bytes, _Position] = {}  # by their tokens, the least recently used first
+
+    def answer(self, text: Array) -> Array | None:
+        """The part of a text that the grammar rules: what follows its thought; None: it thinks."""
+        if self.thought is None:
+            return text
+        found = self.thought.at(text)
+        return None if found.region == "reasoning" else text[found.begin :]
 
     def move(self, text: Array, busy: Collection[GrammarMatcher] = ()) -> tuple[GrammarMatcher | None, bool]:
         """A matcher after a text, and whether the text is in the language so far.
@@ -286,7 +296,10 @@ def fill_masks(pools: Sequence[MatcherPool], texts: Sequence[Array], masks: Arra
     waiting: dict[MatcherPool, list[int]] = {}
     first: dict[tuple[MatcherPool, bytes], int] = {}  # the first line with a text: others have its mask
     same: list[tuple[int, int]] = []
-    for line, (pool, text) in enumerate(zip(pools, texts, strict=True)):
+    answers = [pool.answer(text) for pool, text in zip(pools, texts, strict=True)]
+    for line, (pool, text) in enumerate(zip(pools, answers, strict=True)):
+        if text is None:
+            continue
         source = first.setdefault((pool, text.tobytes()), line)
         if source == line:
             waiting.setdefault(pool, []).append(line)
@@ -296,7 +309,7 @@ def fill_masks(pools: Sequence[MatcherPool], texts: Sequence[Array], masks: Arra
     while waiting:
         busy: dict[GrammarMatcher, int] = {}  # the line of each matcher that is filled in this round
         for pool, lines in list(waiting.items()):
-            later = [line for line in lines if not _place(pool, texts[line], line, busy, masks)]
+            later = [line for line in lines if not _place(pool, answers[line], line, busy, masks)]
             if later:
                 waiting[pool] = later
             else:
@@ -312,9 +325,22 @@ def fill_masks(pools: Sequence[MatcherPool], texts: Sequence[Array], masks: Arra
         pool.trim(count)
     for line, source in same:
         masks[line] = masks[source]
+    for line, pool in enumerate(pools):
+        if pool.thought is not None:
+            _set_thought_tokens(masks, line, pool, pool.thought.at(texts[line]))
 
 
-def _place(pool: MatcherPool, text: Array, line: int, busy: dict[GrammarMatcher, int], masks: Array) -> bool:
+def _set_thought_tokens(masks: Array, line: int, pool: MatcherPool, found: ThoughtState) -> None:
+    """Permit the tokens of a thought, or those that open one."""
+    assert pool.thought is not None
+    if found.region == "reasoning":
+        masks[line] = pool.thought.mask(found, masks.shape[1])
+        _set_end_tokens(masks[line], pool.end_token_ids, is_complete=False)
+    elif found.region == "start":
+        masks[line] |= pool.thought.mask(found, masks.shape[1])
+
+
+def _place(pool: MatcherPool, text: Any, line: int, busy: dict[GrammarMatcher, int], masks: Array) -> bool:
     """Move a matcher to the text of a line, to be filled in this round; False: it waits for the next one."""
     matcher, is_valid = pool.move(text, busy)
     if matcher is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from descant.config.fields import thaw
 from descant.config.grammar_spec import GrammarSpec
 from descant.decoding.grammars.backend import UnsupportedGrammar
+from descant.tokenization.response_syntax import HERMES, ToolCall
 
 # Keywords whose value is a schema, a list of schemas, or a mapping to schemas.
 _SCHEMA_KEYS: Final = (
@@ -166,6 +165,7 @@ class ToolGrammar(NamedTuple):
 
     schemas: tuple[Mapping[str, Any], ...]  # of the JSON between the tags, one for each tool
     is_required: bool  # exactly one call and no text, else any number of calls in free text
+    answer: Any = None  # the schema of the text in place of calls; None: it is free, also around calls
 
     @classmethod
     def from_spec(cls, spec: GrammarSpec) -> ToolGrammar:
@@ -174,14 +174,7 @@ class ToolGrammar(NamedTuple):
         if isinstance(choice, Mapping):
             name = choice["function"]["name"]
             functions = [function for function in functions if function["name"] == name]
-        return cls(tuple(map(_call_schema, functions)), choice != "auto")
-
-
-class ToolCall(NamedTuple):
-    """A call in generated text."""
-
-    name: str
-    arguments: Mapping[str, Any]
+        return cls(tuple(map(_call_schema, functions)), choice != "auto", thaw(spec.get("answer")))
 
 
 def _call_schema(function: Mapping[str, Any]) -> dict[str, Any]:
@@ -217,28 +210,9 @@ def parse_tool_calls(text: str) -> tuple[str, list[ToolCall]]:
     while (end := text.find(CALL_END, start)) >= 0:
         # The last tag before it: JSON has no line break in a string, so that no call contains another.
         begin = text.rfind(CALL_BEGIN, start, end)
-        call = None if begin < 0 else _parse_call(text[begin + len(CALL_BEGIN) : end])
+        found = None if begin < 0 else HERMES.calls(text[begin + len(CALL_BEGIN) : end])
         after = end + len(CALL_END)
-        kept.append(text[start : after if call is None else begin])
-        calls += [] if call is None else [call]
+        kept.append(text[start : after if found is None else begin])
+        calls += found or []
         start = after
     return "".join((*kept, text[start:])).strip(), calls
-
-
-def _finite_number(text: str) -> float:
-    """A number of a call; one that no float holds would become infinite, which is no JSON."""
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(text)
-    return number
-
-
-def _parse_call(body: str) -> ToolCall | None:
-    try:
-        call = json.loads(body, parse_float=_finite_number, parse_constant=_finite_number)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return ToolCall(call["name"], arguments) if isinstance(arguments, dict) else None

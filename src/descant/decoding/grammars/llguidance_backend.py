@@ -102,6 +102,9 @@ class LLGuidanceBackend(GrammarBackend):
         call = f"body: {options}\n"
         if tools.is_required:
             return [_lark_part(f"start: {begin} body {end}\n{call}"), *bodies]
+        if tools.answer is not None:
+            text = f'start: one ("\\n" one)* | @answer\none: {begin} body {end}\n{call}'
+            return [_lark_part(text), *bodies, {**_json_part(tools.answer), "name": "answer"}]
         text = f"start: call* TEXT\ncall: head body {end}\nhead[lazy]: TEXT {begin}\n{call}TEXT: /(.|\\n)*/\n"
         return [_lark_part(text), *bodies]
 

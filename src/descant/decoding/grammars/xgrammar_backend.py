@@ -255,7 +255,11 @@ class XGrammarBackend(GrammarBackend):
             }
             for schema in schemas
         ]
-        text = {"type": "triggered_tags", "triggers": [CALL_BEGIN], "tags": tags}
+        text: dict[str, Any] = {"type": "triggered_tags", "triggers": [CALL_BEGIN], "tags": tags}
+        if tools.answer is not None:
+            calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+            calls_grammar = make.from_structural_tag({"type": "structural_tag", "format": calls})
+            return make.union(calls_grammar, self._json_grammar(_schema_text(tools.answer)))
         return make.from_structural_tag({"type": "structural_tag", "format": text})
 
     def fill_masks(self, matchers: Sequence[Any], masks: NDArray[Any], lines: Sequence[int]) -> None:

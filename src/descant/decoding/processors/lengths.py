@@ -14,6 +14,7 @@ from descant.core.context import Context, PromptInfo
 from descant.decoding.processors.base import LogitsProcessor, TokenIds, as_id_list, check_number, vocab_mask
 from descant.decoding.processors.penalties import map_token_scores
 from descant.errors import InputError
+from descant.tokenization.regions import ThoughtState, ThoughtTracker
 
 
 class MinLengthLogitsProcessor(LogitsProcessor):
@@ -170,6 +171,9 @@ def _decay_params(pair: Any, prompt_length: int) -> dict[str, Any]:
     return {"decay_start": decay_start, "decay_factor": factor, "decay_residual": factor - rounded}
 
 
+THOUGHT_PARAM = "thought_tracker"  # the row parameter with a request's `ThoughtTracker`
+
+
 class ThinkingBudgetLogitsProcessor(LogitsProcessor):
     """Forces `thinking_end` after `thinking_budget` tokens (budget forcing, Muennighoff et al. 2025).
 
@@ -198,12 +202,15 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
     @classmethod
     def params_from_config(cls, config: GenerationConfig, prompt: PromptInfo) -> dict[str, Any]:
         """Return the budget, and the two sequences as lists."""
-        names = ("thinking_start", "thinking_end")
+        names = ("thinking_start", "thinking_end")  # without an end, admission finds it by the tokenizer
         sequences = {name: list(getattr(config, name, None) or ()) for name in names}
         return {**super().params_from_config(config, prompt), **sequences}
 
     def process(self, context: Context, scores: Tensor) -> Tensor:
         """Force the next token of `thinking_end` in rows that have used up the budget."""
+        states, is_over = thought_states(context)
+        if not is_over:
+            return scores
         start, end = context.param("thinking_start"), context.param("thinking_end")
         # One extra column, for rows without tokens.
         tokens = pad(torch.where(context.valid, context.tokens, -1), (0, 1), value=-1)  # [N, L + 1]
@@ -213,10 +220,42 @@ class ThinkingBudgetLogitsProcessor(LogitsProcessor):
         begin = torch.where(size > 0, last_start + size, context.length - context.generated)
         ended = (sequence_starts(tokens, end) & (positions >= begin)).any(1, keepdim=True)
         thinking = ((size == 0) | (last_start >= 0)) & ~ended
+        if states:
+            thinking, begin = self._tracked(states, context, thinking, begin)
         over_budget = thinking & (context.length - begin >= context.param("thinking_budget"))
         return force_tokens(
             scores, end.gather(1, matched_end_tokens(tokens, end, begin, context.length)), over_budget
         )
+
+    def _tracked(
+        self, states: Sequence[ThoughtState | None], context: Context, thinking: Tensor, begin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Which rows think, and where each has begun, for those whose thought is told by its text."""
+        is_tracked = torch.tensor([[state is not None] for state in states], device=thinking.device)
+        thinks = [[state is not None and state.region == "reasoning"] for state in states]
+        begins = torch.tensor([[0 if state is None else state.begin] for state in states])
+        first = context.length - context.generated + begins.to(begin.device)
+        return (
+            torch.where(is_tracked, torch.tensor(thinks, device=thinking.device), thinking),
+            torch.where(is_tracked, first, begin),
+        )
+
+
+def thought_states(context: Context) -> tuple[list[ThoughtState | None], bool]:
+    """The states of rows whose thought is told by its text, and whether any row may be over its budget."""
+    if not context.has_param(THOUGHT_PARAM):
+        return [], True
+    trackers: list[ThoughtTracker | None] = context.object_param(THOUGHT_PARAM)
+    states: list[ThoughtState | None] = []
+    is_over = False
+    for tracker, text in zip(trackers, context.new_token_arrays(), strict=True):
+        state = None if tracker is None else tracker.at(text)
+        states.append(state)
+        if tracker is None or state is None or tracker.budget is None:
+            is_over = True
+        elif state.region == "reasoning":
+            is_over = is_over or len(text) - state.begin >= tracker.budget
+    return states, is_over
 
 
 def sequence_starts(tokens: Tensor, sequence: Tensor) -> Tensor:

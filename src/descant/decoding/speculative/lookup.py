@@ -147,7 +147,10 @@ class GrammarDrafter:
 
 def _continuation(pool: MatcherPool, text: Array) -> list[int]:
     """The tokens that must follow a text, the end token included if there is only one."""
-    matcher, is_valid = pool.move(text)
+    answer = pool.answer(text)
+    if answer is None:  # it thinks
+        return []
+    matcher, is_valid = pool.move(answer)
     if matcher is None or not is_valid:
         return []
     forced = matcher.forced_tokens()

@@ -54,6 +54,7 @@ _BY_NAME: Final = {
     "processor_order": FieldSupport("plug-in", "the order of the processors"),
     "grammar": _PROCESSOR,
     "thinking_budget": _PROCESSOR,
+    "thinking_message": FieldSupport("plug-in", "of `thinking_budget`"),
     "thinking_start": FieldSupport("plug-in", "of `thinking_budget`"),
     "thinking_end": FieldSupport("plug-in", "of `thinking_budget`"),
     "stop_strings": FieldSupport(

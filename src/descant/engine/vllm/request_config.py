@@ -168,7 +168,14 @@ def check_v2_params(params: SamplingParams) -> None:
 def uses_text(config: GenerationConfig) -> bool:
     """Whether the plug-in needs the tokenizer for a config."""
     breakers = config.dry_sequence_breakers if config.dry_multiplier else None
-    return config.grammar is not None or any(isinstance(breaker, str) for breaker in breakers or ())
+    closes_thoughts = config.thinking_budget is not None and (
+        config.thinking_end is None or config.thinking_message is not None
+    )
+    return (
+        config.grammar is not None
+        or closes_thoughts
+        or any(isinstance(breaker, str) for breaker in breakers or ())
+    )
 
 
 def _given_fields(params: SamplingParams) -> dict[str, Any] | None:

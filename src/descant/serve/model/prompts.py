@@ -391,7 +391,7 @@ def _plain_message(message: ChatMessage) -> dict[str, Any]:
     """A message as chat templates expect it."""
     role = "system" if message.role == "developer" else message.role
     plain: dict[str, Any] = {"role": role, "content": message.text}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
         value = getattr(message, name)
         if value is not None:
             plain[name] = value

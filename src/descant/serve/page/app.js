@@ -38,7 +38,8 @@ function chatBody() {
     messages.push({ role: "user", content: one.prompt });
     if (one.text) messages.push({ role: "assistant", content: one.text });
   }
-  return { messages, logprobs: true, top_logprobs: ALTERNATIVES };
+  // The tokens of a thought are those of the text, which shows them all.
+  return { messages, logprobs: true, top_logprobs: ALTERNATIVES, separate_reasoning: false };
 }
 
 function makeRequest(text) {

@@ -9,60 +9,12 @@ from functools import partial
 from math import isfinite
 from typing import Any, ClassVar, Final
 
-from descant.decoding.grammars.json_schema import CALL_BEGIN, CALL_END, ToolCall, parse_tool_calls
 from descant.engine.protocol import TokenLogprobs
-from descant.serve.bodies import ChatBody, GenerationBody, ResponseFormat
+from descant.serve.bodies import AllowedTools, ChatBody, GenerationBody, ResponseFormat
 from descant.serve.http.errors import ApiError, encode_json, invalid_value
 from descant.serve.model.served_model import ServedModel
 from descant.serve.routes.generation import ChoiceUpdate, GenerationCall, PromptRun
-
-
-class ToolCallStream:
-    """Splits a text into content and calls; joined, they are those of `parse_tool_calls`."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        self._pending = ""  # may be the beginning of a call
-        self._space = ""  # white space behind the content, which only further content releases
-        self._has_content = False
-
-    def put(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The content and the calls that a further text completes."""
-        text = self._pending + text
-        content: list[str] = []
-        calls: list[ToolCall] = []
-        while (begin := text.find(CALL_BEGIN)) >= 0 and (end := text.find(CALL_END, begin)) >= 0:
-            after = end + len(CALL_END)
-            begin = text.rfind(CALL_BEGIN, 0, end)  # a call contains no other
-            found = parse_tool_calls(text[begin:after])[1]
-            content.append(text[: begin if found else after])
-            calls += found
-            text = text[after:]
-        keep = _partial_suffix(text, CALL_BEGIN) if begin < 0 else len(text) - begin
-        content.append(text[: len(text) - keep])
-        self._pending = text[len(text) - keep :]
-        self.num_calls += len(calls)
-        return self._release("".join(content)), calls
-
-    def end(self) -> str:
-        """The content that was held back."""
-        pending, self._pending = self._pending, ""
-        return self._release(pending)
-
-    def _release(self, content: str) -> str:
-        """Content without the white space at the ends of the whole."""
-        content = self._space + content
-        if not self._has_content:
-            content = content.lstrip()
-        released = content.rstrip()
-        self._space = content[len(released) :]
-        self._has_content = self._has_content or bool(released)
-        return released
-
-
-def _partial_suffix(text: str, tag: str) -> int:
-    """The length of the longest end of a text that begins a tag."""
-    return next((size for size in range(min(len(tag), len(text)), 0, -1) if text.endswith(tag[:size])), 0)
+from descant.tokenization.response_syntax import HERMES, ResponseSyntax, ToolCall
 
 
 def tool_call_json(call: ToolCall, index: int | None = None) -> dict[str, Any]:
@@ -78,10 +30,10 @@ def grammar_of(body: ChatBody) -> dict[str, Any] | None:
     """The grammar of a body's response format or tools; None: its text is free."""
     grammar = format_grammar(body.response_format)
     tools = _tool_grammar(body)
-    if grammar is not None and tools is not None:
-        message = "`tools` must not be combined with a `response_format`: set `tool_choice` to `none`"
-        raise invalid_value("response_format", message)
-    return grammar if tools is None else tools
+    if grammar is None or tools is None:
+        return grammar if tools is None else tools
+    # The format is that of an answer without calls.
+    return {**tools, "answer": grammar["json_schema"]} if tools["tool_choice"] == "auto" else tools
 
 
 def format_grammar(form: ResponseFormat | None) -> dict[str, Any] | None:
@@ -105,6 +57,14 @@ def _tool_grammar(body: ChatBody) -> dict[str, Any] | None:
     if choice == "none":
         return None
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    if isinstance(choice, AllowedTools):
+        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+        unknown = sorted(allowed - {tool.function.name for tool in body.tools})
+        if unknown or not allowed:
+            got = f"`{unknown[0]}`" if unknown else "no names"
+            raise invalid_value("tool_choice", f"`allowed_tools` must name some of the `tools`, got {got}")
+        tools = [tool for tool in tools if tool["function"]["name"] in allowed]
+        return {"tools": tools, "tool_choice": choice.allowed_tools.mode}
     plain = choice if choice is None or isinstance(choice, str) else choice.model_dump()
     return {"tools": tools, "tool_choice": plain or "auto"}
 
@@ -135,15 +95,19 @@ def chat_logprobs(
     ]
 
 
+_TEXTS: Final = ("reasoning", "content")
+_REASONING_NAMES: Final = ("reasoning_content", "reasoning")  # the older name, and that of newer clients
+
+
 @dataclass
 class _ChatChoice:
     """One answer as it grows."""
 
     text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    tools: ToolCallStream | None = None
     finish_reason: str | None = None
     has_role: bool = False  # whether a chunk has named the role
 
@@ -160,7 +124,6 @@ class ChatCall(GenerationCall):
         """The run of the conversation."""
         body, model = self.body, self.model
         grammar = grammar_of(body)
-        self.has_calls = grammar is not None and "tools" in grammar
         parameters = self.read_parameters(grammar)
         room = parameters.prompt_room(body.truncate_prompt_tokens)
         prompt = await model.encode_chat(
@@ -176,27 +139,37 @@ class ChatCall(GenerationCall):
         negative = None
         if body.negative_prompt is not None:
             negative = await model.in_encoder_thread(partial(model.encode_negative, body, room.limit))
-        return self.make_runs(parameters, [prompt], negative)
+        has_calls = grammar is not None and "tools" in grammar
+        return self.make_runs(parameters, [prompt], negative, syntax=self._syntax(has_calls))
+
+    def _syntax(self, has_calls: bool) -> ResponseSyntax | None:
+        """The regions of the answer: the calls of the grammar, and the thought unless it is content."""
+        own = ResponseSyntax.of_tokenizer(self.model.tokenizer) or ResponseSyntax()
+        thought = own.thought if self.body.separate_reasoning else None
+        calls = HERMES if has_calls else None
+        return None if thought is None and calls is None else ResponseSyntax(thought, calls)
 
     def new_choice(self, run: PromptRun) -> _ChatChoice:  # noqa: ARG002 - a method of the base
         """An answer without text."""
-        return _ChatChoice(tools=ToolCallStream() if self.has_calls else None)
+        return _ChatChoice()
 
     def piece(self, choice: _ChatChoice, update: ChoiceUpdate) -> dict[str, Any]:
         """The content, tool calls and log-probabilities that an answer gains, in the end a finish reason."""
         delta: dict[str, Any] = {}
-        content, ended = update.text, update.finish_reason is not None
-        if choice.tools is not None:
-            content, calls = choice.tools.put(update.text)
-            if ended:
-                content += choice.tools.end()
-            if calls:
-                if not self.body.parallel_tool_calls:
-                    calls, ended = calls[:1], True
-                first = len(choice.calls)
-                new = [tool_call_json(call, first + number) for number, call in enumerate(calls)]
-                choice.calls += new
-                delta["tool_calls"] = new
+        ended = update.finish_reason is not None
+        texts = {name: "".join(part.text for part in update.parts if part.region == name) for name in _TEXTS}
+        content = update.text + texts["content"]
+        if texts["reasoning"] and self.body.include_reasoning:
+            choice.reasoning.append(texts["reasoning"])
+            delta |= dict.fromkeys(_REASONING_NAMES, texts["reasoning"])
+        calls = [call for part in update.parts for call in part.calls]
+        if calls:
+            if not self.body.parallel_tool_calls:
+                calls, ended = calls[:1], True
+            first = len(choice.calls)
+            new = [tool_call_json(call, first + number) for number, call in enumerate(calls)]
+            choice.calls += new
+            delta["tool_calls"] = new
         if content:
             choice.text.append(content)
             delta["content"] = content
@@ -216,6 +189,8 @@ class ChatCall(GenerationCall):
         """A whole answer."""
         text = "".join(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.reasoning:
+            message |= dict.fromkeys(_REASONING_NAMES, "".join(choice.reasoning))
         if choice.calls:
             message["content"] = text or None
             message["tool_calls"] = [

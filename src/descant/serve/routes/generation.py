@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple
 
+import torch
 from starlette.requests import Request as HttpRequest
 
 from descant.core.records import Hypothesis, Logprobs
@@ -22,6 +23,8 @@ from descant.serve.http.request import EventStream, RequestState, read_json, unt
 from descant.serve.model.served_model import BodyParameters, ServedModel, max_new_tokens
 from descant.serve.settings import check_model_name
 from descant.tokenization.detokenizer import IncrementalDetokenizer
+from descant.tokenization.regions import ResponsePart, ResponseReader
+from descant.tokenization.response_syntax import ResponseSyntax
 from descant.trace.records import to_json_line
 from descant.trace.tracer import Tracer
 
@@ -34,6 +37,7 @@ class ChoiceUpdate(NamedTuple):
     choice: int  # of all that the HTTP request asks for
     text: str
     tokens: tuple[int, ...] = ()
+    parts: tuple[ResponsePart, ...] = ()  # of an answer with regions
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: str | None = None  # "stop", "length"; None: more may come
 
@@ -49,8 +53,17 @@ class _Choice:
     """One sequence of a prompt."""
 
     detokenizer: IncrementalDetokenizer
+    reader: ResponseReader | None = None  # of an answer with regions, in place of the detokenizer
     num_tokens: int = 0  # that the detokenizer has
     held: tuple[int, ...] = ()  # the last of them, which have no update yet
+
+    def put(self, tokens: Sequence[int], *, is_end: bool = False) -> tuple[str, tuple[ResponsePart, ...]]:
+        """The text that is final, or the parts of an answer with regions."""
+        if self.reader is None:
+            text = self.detokenizer.put(tokens)
+            return text + self.detokenizer.end() if is_end else text, ()
+        parts = self.reader.put(tokens)
+        return "", tuple([*parts, *self.reader.end()] if is_end else parts)
 
 
 @dataclass
@@ -63,6 +76,7 @@ class PromptRun:
     num_choices: int
     trace: Tracer | None = None
     skip_special_tokens: bool = True
+    syntax: ResponseSyntax | None = None  # of an answer with regions
     num_new_tokens: int = 0
     num_cached_tokens: int | None = None  # of its prompt; None: unknown until it has ended
     prompt_logprobs: Logprobs | None = None
@@ -81,7 +95,7 @@ class PromptRun:
 
     async def updates(self) -> AsyncIterator[ChoiceUpdate | TraceUpdate]:
         """The updates of all sequences, the last of each with its finish reason; raises if it fails."""
-        self._choices = [_Choice(self._detokenizer()) for _ in range(self.num_choices)]
+        self._choices = [self._new_choice() for _ in range(self.num_choices)]
         stream = self.engine.stream(self.request, trace=self.trace)
         async with aclosing(stream) as events:
             async for event in events:
@@ -114,14 +128,24 @@ class PromptRun:
         """The choices that a sequence of the request belongs to."""
         return range(self.num_choices) if self._is_repeated else (slot,)
 
-    def _detokenizer(self) -> IncrementalDetokenizer:
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The tokens of the thoughts of all sequences."""
+        readers = [choice.reader for choice in self._choices if choice.reader is not None]
+        return sum(reader.num_reasoning_tokens for reader in readers)
+
+    def _new_choice(self) -> _Choice:
         config = self.request.generation_config
-        return IncrementalDetokenizer(
+        detokenizer = IncrementalDetokenizer(
             self.request.tokenizer,
             prompt_ids=self.request.prompt,
             stop_strings=config.stop_strings or (),
             skip_special_tokens=self.skip_special_tokens,
         )
+        if self.syntax is None:
+            return _Choice(detokenizer)
+        prompt = torch.as_tensor(self.request.prompt).tolist()
+        return _Choice(detokenizer, ResponseReader(self.syntax, prompt, detokenizer))
 
     def _add(
         self, index: int, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
@@ -130,11 +154,12 @@ class PromptRun:
         choice = self._choices[index]
         choice.num_tokens += len(tokens)
         self.num_new_tokens += len(tokens)
-        text = choice.detokenizer.put(tokens)
+        text, parts = choice.put(tokens)
         tokens = choice.held + tokens
-        is_held = not text and not logprobs  # part of a character, or of a text that may be a stop
+        # Part of a character, or of a text that may be a stop or a marker.
+        is_held = not text and not parts and not logprobs
         choice.held = tokens if is_held else ()
-        return () if is_held else [ChoiceUpdate(self.first_choice + index, text, tokens, logprobs)]
+        return () if is_held else [ChoiceUpdate(self.first_choice + index, text, tokens, parts, logprobs)]
 
     def _end(self, hypotheses: Sequence[Hypothesis]) -> list[ChoiceUpdate]:
         """The last updates: what was not streamed, and the finish reasons."""
@@ -145,10 +170,10 @@ class PromptRun:
             rest = tuple(tokens[choice.num_tokens :])
             logprobs = sequence_logprobs(hypothesis.logprobs, choice.num_tokens)
             self.num_new_tokens += len(rest)
-            text = choice.detokenizer.put(rest) + choice.detokenizer.end()
+            text, parts = choice.put(rest, is_end=True)
             reason = "length" if hypothesis.reason in ("length", "time") else "stop"
             index += self.first_choice
-            updates.append(ChoiceUpdate(index, text, choice.held + rest, logprobs, reason))
+            updates.append(ChoiceUpdate(index, text, choice.held + rest, parts, logprobs, reason))
         return updates
 
 
@@ -239,6 +264,7 @@ class GenerationCall:
         prompts: Sequence[list[int]],
         negative: list[int] | None = None,
         num_logprobs: int | None = None,
+        syntax: ResponseSyntax | None = None,
     ) -> list[PromptRun]:
         """The run of each prompt; `negative` of `guidance_scale`, `num_logprobs` of each prompt token."""
         body, model = self.body, self.model
@@ -265,7 +291,9 @@ class GenerationCall:
             trace = model.traces.new_tracer(model.tokenizer) if body.trace else None
             count = parameters.num_choices
             runs.append(
-                PromptRun(model.engine, request, index * count, count, trace, body.skip_special_tokens)
+                PromptRun(
+                    model.engine, request, index * count, count, trace, body.skip_special_tokens, syntax
+                )
             )
         return runs
 
@@ -274,7 +302,14 @@ class GenerationCall:
         """The tokens used so far, and once it is known how many of them were cached."""
         prompt = sum(run.num_prompt_tokens for run in self.runs)
         new = sum(run.num_new_tokens for run in self.runs)
-        usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        usage: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+        }
+        if any(run.syntax is not None and run.syntax.thought is not None for run in self.runs):
+            thought = sum(run.num_reasoning_tokens for run in self.runs)
+            usage["completion_tokens_details"] = {"reasoning_tokens": thought}
         cached = [run.num_cached_tokens for run in self.runs if run.num_cached_tokens is not None]
         if len(cached) < len(self.runs):
             return usage

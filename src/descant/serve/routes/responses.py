@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
@@ -47,12 +48,20 @@ class InputCallOutput(Body):
     status: str | None = None
 
 
+class ReasoningPart(Body):
+    """A text of a thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class InputReasoning(Body):
-    """A thought of another model, which is not shown to this one."""
+    """A thought of a past turn, which the chat template shows or not; without its text it has no effect."""
 
     model_config = ConfigDict(extra="ignore")
 
     type: Literal["reasoning"]
+    content: Items[ReasoningPart] | None = None
 
 
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
@@ -90,6 +99,14 @@ class ResponseToolChoice(Body):
 
     type: Literal["function"]
     name: str
+
+
+class AllowedResponseTools(Body):
+    """A choice among some of the tools, of which the model sees all."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[ResponseToolChoice]
 
 
 class TextFormat(Body):
@@ -130,7 +147,7 @@ class ResponsesBody(GenerationBody):
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
     tools: Items[ResponseTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | AllowedResponseTools | None = None
     parallel_tool_calls: bool = True
     top_logprobs: int | None = Field(None, ge=0, le=20)
     include: Items[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
@@ -165,7 +182,11 @@ class ResponsesBody(GenerationBody):
                 for tool in self.tools
             ]
         if isinstance(self.tool_choice, ResponseToolChoice):
-            data["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+            data["tool_choice"] = _chat_tool(self.tool_choice)
+        elif isinstance(self.tool_choice, AllowedResponseTools):
+            tools = [_chat_tool(tool) for tool in self.tool_choice.tools]
+            allowed = {"mode": self.tool_choice.mode, "tools": tools}
+            data["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         elif self.tool_choice is not None:
             data["tool_choice"] = self.tool_choice
         data["parallel_tool_calls"] = self.parallel_tool_calls
@@ -182,22 +203,31 @@ class ResponsesBody(GenerationBody):
             yield {"role": "user", "content": self.input}
             return
         calls: list[dict[str, Any]] = []
+        thought: dict[str, Any] = {}  # of the assistant's next message
         for item in self.input:
             if isinstance(item, InputCall):
                 function = {"name": item.name, "arguments": item.arguments}
                 calls.append({"id": item.call_id, "type": "function", "function": function})
                 continue
-            if isinstance(item, InputReasoning):
-                continue
             if calls:
-                yield {"role": "assistant", "content": "", "tool_calls": calls}
-                calls = []
-            if isinstance(item, InputCallOutput):
+                yield {"role": "assistant", "content": "", "tool_calls": calls, **thought}
+                calls, thought = [], {}
+            if isinstance(item, InputReasoning):
+                text = "".join(part.text for part in item.content or ())
+                thought = {"reasoning_content": text} if text else {}
+            elif isinstance(item, InputCallOutput):
                 yield {"role": "tool", "tool_call_id": item.call_id, "content": _plain_content(item.output)}
             else:
-                yield {"role": item.role, "content": _plain_content(item.content)}
+                own = thought if item.role == "assistant" else {}
+                yield {"role": item.role, "content": _plain_content(item.content), **own}
+                thought = {}
         if calls:
-            yield {"role": "assistant", "content": "", "tool_calls": calls}
+            yield {"role": "assistant", "content": "", "tool_calls": calls, **thought}
+
+
+def _chat_tool(choice: ResponseToolChoice) -> dict[str, Any]:
+    """A named tool in the form of chats."""
+    return {"type": "function", "function": {"name": choice.name}}
 
 
 def _plain_content(content: str | list[TextPart]) -> str:
@@ -215,19 +245,43 @@ def _response_format(form: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": form.name, "schema": form.schema_}}
 
 
+@dataclass(frozen=True)
+class _TextItem:
+    """A kind of output item that has a text."""
+
+    kind: str
+    prefix: str  # of its id
+
+    def part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        """The text as a part of the item."""
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def json(self, item_id: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """The item with its parts; without any it is in progress."""
+        status = "completed" if content else "in_progress"
+        own: dict[str, Any] = {"summary": []} if self.kind == "reasoning" else {"role": "assistant"}
+        return {"type": self.kind, "id": item_id, **own, "status": status, "content": content}
+
+
+MESSAGE_ITEM: Final = _TextItem("message", "msg_")
+REASONING_ITEM: Final = _TextItem("reasoning", "rs_")
+
+
 class ResponseCall(ChatCall):
-    """A chat in the form of the Responses API: one message item, then an item for each call."""
+    """A chat in the form of the Responses API: a reasoning item, a message item, an item for each call."""
 
     body_type = ResponsesBody
     id_prefix = "resp_"
 
     def __init__(self, model: ServedModel, state: RequestState, body: ResponsesBody) -> None:
         super().__init__(model, state, body.as_chat())
-        self._body, self._message_id = body, f"msg_{state.id}"
+        self._body = body
         self._text: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._items: list[dict[str, Any]] = []  # of the output, in order
-        self._has_message = False
+        self._open_item: _TextItem | None = None
         self._number = 0  # of the next event
 
     async def answer(self) -> dict[str, Any]:
@@ -248,7 +302,7 @@ class ResponseCall(ChatCall):
                         yield self._event(kind, response=self._response("in_progress"))
                 for event in self._piece_events(piece):
                     yield event
-        for event in self._end_message():
+        for event in self._end_item():
             yield event
         response = self._response()
         yield self._event(f"response.{response['status']}", response=response)
@@ -260,49 +314,51 @@ class ResponseCall(ChatCall):
     def _piece_events(self, piece: dict[str, Any]) -> Iterator[bytes]:
         """The events by what the answer has gained."""
         logprobs = piece.get("logprobs") or []
-        self._logprobs += logprobs
-        if piece.get("content") or (logprobs and self._has_message):
-            yield from self._begin_message()
+        if thought := piece.get("reasoning"):
+            yield from self._begin_item(REASONING_ITEM)
+            self._text.append(thought)
+            yield self._event("response.reasoning_text.delta", **self._place(), delta=thought)
+        if piece.get("content") or (logprobs and self._open_item is MESSAGE_ITEM):
+            yield from self._begin_item(MESSAGE_ITEM)
+            self._logprobs += logprobs
             text = piece.get("content", "")
             self._text.append(text)
             yield self._event("response.output_text.delta", **self._place(), delta=text, logprobs=logprobs)
         for call in piece.get("tool_calls", ()):
-            yield from self._end_message()
+            yield from self._end_item()
             yield from self._call_events(call)
 
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._message_id, "output_index": len(self._items), "content_index": 0}
+        return {"item_id": self._item_id, "output_index": len(self._items), "content_index": 0}
 
-    def _begin_message(self) -> Iterator[bytes]:
-        if self._has_message:
+    @property
+    def _item_id(self) -> str:
+        """The id of the open item."""
+        assert self._open_item is not None
+        index = sum(item["type"] == self._open_item.kind for item in self._items)
+        return f"{self._open_item.prefix}{self.state.id}{'_' * index}"  # a further one is another item
+
+    def _begin_item(self, item: _TextItem) -> Iterator[bytes]:
+        if self._open_item is item:
             return
-        self._has_message = True
-        item = self._message_item("in_progress", [])
-        yield self._event("response.output_item.added", output_index=len(self._items), item=item)
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        yield self._event("response.content_part.added", **self._place(), part=part)
+        yield from self._end_item()
+        self._open_item = item
+        begun = item.json(self._item_id, [])
+        yield self._event("response.output_item.added", output_index=len(self._items), item=begun)
+        yield self._event("response.content_part.added", **self._place(), part=item.part("", []))
 
-    def _end_message(self) -> Iterator[bytes]:
-        if not self._has_message:
+    def _end_item(self) -> Iterator[bytes]:
+        item = self._open_item
+        if item is None:
             return
         text, logprobs = "".join(self._text), self._logprobs
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-        yield self._event("response.output_text.done", **self._place(), text=text, logprobs=logprobs)
+        part, extra = item.part(text, logprobs), {"logprobs": logprobs} if item is MESSAGE_ITEM else {}
+        yield self._event(f"response.{part['type']}.done", **self._place(), text=text, **extra)
         yield self._event("response.content_part.done", **self._place(), part=part)
-        item = self._message_item("completed", [part])
-        yield self._event("response.output_item.done", output_index=len(self._items), item=item)
-        self._items.append(item)
-        self._message_id += "_"  # a further message would be another item
-        self._text, self._logprobs, self._has_message = [], [], False
-
-    def _message_item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "type": "message",
-            "id": self._message_id,
-            "role": "assistant",
-            "status": status,
-            "content": content,
-        }
+        ended = item.json(self._item_id, [part])
+        yield self._event("response.output_item.done", output_index=len(self._items), item=ended)
+        self._items.append(ended)
+        self._text, self._logprobs, self._open_item = [], [], None
 
     def _call_events(self, call: dict[str, Any]) -> Iterator[bytes]:
         index, name = len(self._items), call["function"]["name"]
@@ -333,7 +389,7 @@ class ResponseCall(ChatCall):
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": {**cached, "cache_write_tokens": 0},
             "output_tokens": used["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": used.get("completion_tokens_details", {"reasoning_tokens": 0}),
             "total_tokens": used["total_tokens"],
         }
         given = body.model_dump(include={"tools", "tool_choice", "text"}, exclude_none=True, by_alias=True)

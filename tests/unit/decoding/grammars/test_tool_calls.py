@@ -53,6 +53,19 @@ def test_free_text_until_a_call_begins(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_calls_or_an_answer_that_matches_a_schema(backend):
+    answer = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}
+    pool = MatcherPool(compiled(tokenizer(), backend, tools=TOOLS, answer=answer), [END])
+    assert ends_after(pool, '{"n": 7}') == (True, True)
+    assert ends_after(pool, CALL) == (True, True)
+    assert ends_after(pool, CALL + "\n" + CALL) == (True, True)
+    assert ends_after(pool, '{"n": "a')[0] is False
+    assert ends_after(pool, "Let")[0] is False
+    assert ends_after(pool, CALL + '{"n"')[0] is False
+    assert ends_after(pool, CALL_BEGIN + '{"name": "get", "arguments": {"n": 12')[0] is False
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_function_without_parameters_has_no_arguments(backend):
     tools = [{"type": "function", "function": {"name": "now"}}]
     pool = MatcherPool(compiled(tokenizer(), backend, tools=tools, tool_choice="required"), [END])
