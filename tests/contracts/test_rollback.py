@@ -228,3 +228,28 @@ def test_forced_tokens_of_a_grammar(name: str) -> None:
     assert found[0].sequences.tolist() == found[1].sequences.tolist()
     assert sum(one.saved_forwards for one in found[0].speculation) > 6
     assert found[1].speculation is None
+
+
+@pytest.mark.parametrize("name", _each(CONTINUING, (*FEW, "Mamba2ForCausalLM")))
+def test_as_many_forwards_are_saved_as_on_keys_and_values(name: str) -> None:
+    """Along the same text the same drafts are accepted; the prompts repeat nothing, so they draft nothing."""
+    phrases = ([34, 57, 80, 91, 60], [42, 43, 44], [50, 34, 57, 80, 52])
+    texts = [
+        [row, 61, 62, 63, *(token for at in range(9) for token in phrases[at * (row + 1) % 3])]
+        for row in range(64, 67)
+    ]
+    reports = []
+    for one in (name, "LlamaForCausalLM"):
+        output = descant.generate(
+            _subject(one).model,
+            torch.tensor([text[:4] for text in texts]),
+            prefix_allowed_tokens_fn=lambda row, ids: [texts[row][min(len(ids), len(texts[row]) - 1)]],
+            max_new_tokens=24,
+            prompt_lookup_num_tokens=4,
+            return_dict_in_generate=True,
+            **ALWAYS,
+        )
+        assert output.sequences.tolist() == [text[:28] for text in texts]
+        reports.append(output.speculation)
+    assert reports[0] == reports[1]
+    assert all(report.saved_forwards > 4 for report in reports[0])
