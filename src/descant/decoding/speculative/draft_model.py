@@ -23,7 +23,7 @@ from descant.core.interfaces import (
 from descant.core.records import Proposal
 from descant.core.rows import Rows, index_rows, stable_row_order
 from descant.errors import ConfigError
-from descant.kv_cache.row_views import row_subset, unwrap_cache
+from descant.kv_cache.row_views import RowView, row_subset
 from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
 
 # (rows with the drafts appended, index [N] (host)) -> logits [N, V'] that follow those rows.
@@ -45,8 +45,8 @@ def limit_to_positions(max_drafts: Tensor, position: Tensor, max_positions: int 
 def limit_to_cache(max_drafts: Array, rows: Rows, context: DraftContext) -> Array:
     """Limit the drafts of each row [R] to those that read a lossy cache as they would one by one."""
     cache = context.cache
-    has_states = isinstance(unwrap_cache(cache, torch.zeros(0, dtype=torch.long))[0], RecurrentStateCache)
-    if cache.max_rewind is not None or has_states:
+    store = cache.inner if isinstance(cache, RowView) else cache
+    if cache.max_rewind is not None or isinstance(store, RecurrentStateCache):
         # An evicting cache lets a prefill see the whole prompt; drafts in the same forward must not. A state
         # that has read the prompt and drafts could not be cut to the prompt.
         max_drafts = np.where(rows.cached_length.numpy() == 0, 0, max_drafts)

@@ -506,7 +506,8 @@ def check_config(config: GenerationConfig, traits: ModelTraits) -> None:
             raise ConfigError(name, f"must be <= {limit}", value, "lower it")
     if config.logprobs is not None and config.logprobs > traits.vocab_size:
         raise ConfigError("logprobs", f"must be <= {traits.vocab_size}", config.logprobs, "lower it")
-    _check_rewindable(config, traits)
+    if traits.cache_type == "recurrent":
+        _check_rewindable(config, traits)
     if config.watermarking_config is not None:
         _check_watermark(config, as_watermarking_config(config.watermarking_config))
     if config.forced_decoder_ids:
@@ -584,8 +585,8 @@ def _iter_token_ids(value: Any) -> Iterator[int]:
 
 
 def _check_rewindable(config: GenerationConfig, traits: ModelTraits) -> None:
-    """Raise for a method that takes tokens back, on a model that cannot go on from what is left."""
-    if config.low_memory and traits.cache_type == "recurrent" and is_contrastive(config):
+    """Raise for a method that takes tokens back, on a recurrent model that cannot go on from what is left."""
+    if config.low_memory and is_contrastive(config):
         must = "needs a model that can drop a token from its cache, this one has a recurrent state"
         raise ConfigError(("low_memory", "penalty_alpha"), must, True, "leave it out")
     if config.banned_phrases and not traits.reads_again:
