@@ -116,14 +116,14 @@ def same_call(
     return plain, guessed
 
 
-def close(plain: Any, guessed: Any, where: str) -> None:
+def close(plain: Any, guessed: Any, where: str, atol: float = 1e-4) -> None:
     """Assert that nested tuples of tensors are the same within rounding."""
     if isinstance(plain, Tensor):
-        torch.testing.assert_close(guessed, plain, rtol=1e-5, atol=1e-4, msg=lambda m: f"{where}: {m}")
+        torch.testing.assert_close(guessed, plain, rtol=1e-5, atol=atol, msg=lambda m: f"{where}: {m}")
         return
     assert len(plain) == len(guessed), f"{where}: {len(guessed)} entries with guesses, {len(plain)} without"
     for at, pair in enumerate(zip(plain, guessed, strict=True)):
-        close(*pair, f"{where}[{at}]")
+        close(*pair, f"{where}[{at}]", atol)
 
 
 def request(

@@ -64,10 +64,10 @@ def _drafts(model: Any) -> dict[str, dict[str, Any]]:
 
 
 def _refuses_drafts(subject: Subject, given: Mapping[str, Any], drafts: dict[str, Any]) -> bool:
-    """Whether a model that cannot take back what it has read refuses drafts, which it then must."""
+    """Whether a model that cannot verify several drafts at once refuses them, which it then must."""
     facts = as_model(_inner(subject.model)).traits
-    if facts.cache_type == "recurrent":
-        with pytest.raises(ConfigError, match=r"needs a model that can drop tokens|has a recurrent state"):
+    if facts.continues_by_one:
+        with pytest.raises(ConfigError, match=r"several tokens|one by one"):
             descant.generate(subject.model, **given, **drafts, max_new_tokens=3)
         return True
     if "assistant_early_exit" in drafts and (
@@ -94,9 +94,12 @@ def test_drafts_change_nothing_on_any_kind(kind: str) -> None:
                 plain = descant.generate(subject.model, **given, **asked)
                 guessed = descant.generate(subject.model, **given, **asked, **drafts)
                 assert guessed.sequences.tolist() == plain.sequences.tolist(), f"{name} on {kind}"
-                close(plain.logits, guessed.logits, f"{name} on {kind}: logits")
+                # Of a state, chunks of several tokens round differently from single ones.
+                is_state = as_model(_inner(subject.model)).traits.cache_type == "recurrent"
+                atol = 1e-3 if is_state else 1e-4
+                close(plain.logits, guessed.logits, f"{name} on {kind}: logits", atol)
                 tries.add(guessed.speculation)
     if left:
         assert 0 < tries.right < tries.tried, f"{tries.right} of {tries.tried}"
     else:
-        assert as_model(subject.model).traits.cache_type == "recurrent"
+        assert as_model(subject.model).traits.continues_by_one

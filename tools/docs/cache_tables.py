@@ -94,7 +94,7 @@ def line(name: str, model: Any, geometry: KVShape) -> list[str]:
         ]
         one, many = (found.final_bytes for found in forked if found is not None)
         shares = "yes" if many < 4 * one else "no"
-    back: int | None = 0
+    back: int | None = None
     if name != "mamba":
         want = cache_request(target, GenerationConfig(), name, LONG)
         # Building the quantized cache would need an optional package.

@@ -200,13 +200,21 @@ class KVCache(SelectableCache, ReadableCache, Protocol):
 
 @runtime_checkable
 class StateCache(SelectableCache, Protocol):
-    """A cache of a model's own state objects, such as a recurrent state."""
+    """A cache of a model's own state objects, such as a recurrent state.
+
+    A state cannot be cut. After a commit that cuts a row, its state may have read less than the row has
+    positions: the next forward feeds the others again.
+    """
+
+    def state_lengths(self, lengths: Tensor) -> Tensor:
+        """The positions that the state of each row has read [R] (host), at most `lengths` [R] (host)."""
+        ...
 
     def row_batches(self, lengths: Tensor | None = None) -> list[Tensor]:
         """The rows that have a state, in as few batches as can share a forward (host).
 
-        `lengths` [R] (host) is how many positions each row has read, -1 for rows that are not fed: what was
-        written after that and never committed is dropped.
+        `lengths` [R] (host) is how many positions each row has read, -1 for rows that are not fed: longer
+        states of fed rows are dropped.
         """
         ...
 
@@ -312,6 +320,8 @@ class ModelTraits:
     prepares_own_inputs: bool = False  # overrides `prepare_inputs_for_generation`
     needs_equal_lengths: bool = False  # only rows of equal length can share a forward
     needs_batch_size_one: bool = False  # rows cannot share a forward at all
+    continues_by_one: bool = False  # after its first forward a row must be fed one token at a time
+    reads_again: bool = True  # reads a text at once as it does token by token
     has_own_position_ids: bool = False  # computes positions in its own way
     needs_position_ids: bool = False  # must be given positions that it would compute differently
     has_tied_embeddings: bool = False  # output embeddings are the input embeddings

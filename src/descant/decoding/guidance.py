@@ -578,6 +578,8 @@ def _joint_traits(names: Sequence[str], parts: Sequence[ModelTraits]) -> ModelTr
         else first.cache_type,
         needs_equal_lengths=any(traits.needs_equal_lengths for traits in parts),
         needs_batch_size_one=any(traits.needs_batch_size_one for traits in parts),
+        continues_by_one=any(traits.continues_by_one for traits in parts),
+        reads_again=all(traits.reads_again for traits in parts),
         input_names=frozenset.intersection(*(traits.input_names for traits in parts)),
         needs_own_cache=True,
         placeholder_tokens={

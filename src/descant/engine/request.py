@@ -396,6 +396,11 @@ def _resolve_one(
     if plan.strategy.traits.max_rewind != 0 and not length:  # the last token of a row may be fed again
         must = "must come with `input_ids` of at least the last token, which is fed again"
         raise InputError("inputs_embeds", must, embeds)
+    if plan.strategy.traits.max_rewind != 0 and traits.cache_type == "recurrent":
+        fed_once = sorted(request.inputs.keys() - {NEGATIVE_PROMPT_KEY, *traits.positioned_inputs})
+        if fed_once and not traits.is_encoder_decoder:
+            must = "must be None with a method that takes tokens back: the prompt may be read again"
+            raise InputError(fed_once[0], must, request.inputs[fed_once[0]], "leave one of them out")
     if limit is not None and limit <= length:
         name = traits.main_input_name
         must = f"must be shorter than `{name}`, which has {limit} positions"

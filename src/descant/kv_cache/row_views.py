@@ -185,6 +185,12 @@ class RowSubset(RowView):
         return self._last_span[1]
 
     # -------------------------------------------------------------------- state
+    def state_lengths(self, lengths: Tensor) -> Tensor:
+        """The positions that the state of each row has read [R] (host), at most `lengths` [R] (host)."""
+        inner_lengths = torch.zeros(len(self.inner), dtype=torch.long)
+        inner_lengths[self.row_index] = lengths
+        return cast(StateCache, self.inner).state_lengths(inner_lengths)[self.row_index]
+
     def row_batches(self, lengths: Tensor | None = None) -> list[Tensor]:
         """The rows that have a state (host), in as few batches as can share a forward."""
         subset_row = torch.full((len(self.inner),), -1)

@@ -22,6 +22,7 @@ from descant.core.records import ForwardOutput, Proposal
 from descant.core.rows import Rows, index_rows, last_index
 from descant.errors import InputError
 from descant.kv_cache.kernels.packed_attention import PackingUnsupported
+from descant.kv_cache.row_views import row_subset
 from descant.kv_cache.stores.dense import DenseStore, StaticStore
 from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
 from descant.models.distributed import current_barrier, input_device, is_multi_device, rank_group_of
@@ -50,6 +51,9 @@ from descant.models.wrapping.wrapped_model import eager_call
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+
+# The most positions that a row with drafts feeds again in the forward that verifies them.
+_MAX_FED_AGAIN = 16
 
 _STATE_NAMES = (
     "hidden_states",
@@ -218,6 +222,8 @@ class TransformersModel:
         self._skip_logits = (
             not with_logits and self.traits.supports_logits_to_keep and not self.traits.prepares_own_inputs
         )
+        if self.traits.cache_type == "recurrent":
+            rows = self._continue_states(rows, proposal, cast(StateCache, cache))
         batches = self._split(rows, proposal, cache, chunks)
         if batches[0].is_packed:
             try:
@@ -243,6 +249,46 @@ class TransformersModel:
             all_logits[batch.rows.to(logits.device)] = logits.to(all_logits.device)
         assert all_logits is not None
         return ForwardOutput(all_logits, all_states if self._output_states else ())
+
+    def _continue_states(self, rows: Rows, proposal: Proposal, cache: StateCache) -> Rows:
+        """The rows with as many cached positions as their states have read; some are fed before.
+
+        After a cut, a row feeds the positions that its state has not read together with its pending tokens.
+        Rows with drafts feed many of them before, so that they are not fed again if a draft is rejected.
+        """
+        read = cache.state_lengths(rows.cached_length)
+        rows = rows.replace(cached_length=read)
+        pending = rows.pending
+        if bool((pending == 1).all()):
+            return rows
+        assert self._state_handler is not None
+        if self._state_handler.reads_prompts_apart:  # new tokens are read again as steps have read them
+            prompt = rows.offset + rows.prompt_length
+            rows = self._feed_up_to(
+                rows, prompt, (read == 0) & (prompt < rows.position) & (prompt > 0), cache
+            )
+            pending = rows.pending
+        if proposal.drafts is not None:
+            is_first = (pending > _MAX_FED_AGAIN) & (torch.as_tensor(proposal.draft_counts()) > 0)
+            rows = self._feed_up_to(rows, rows.position - 1, is_first, cache)
+        while self.traits.continues_by_one:
+            is_first = (rows.cached_length > 0) & (rows.pending > 1)
+            if not bool(is_first.any()):
+                break
+            rows = self._feed_up_to(rows, rows.cached_length + 1, is_first, cache)
+        return rows
+
+    def _feed_up_to(self, rows: Rows, positions: Tensor, is_fed: Tensor, cache: StateCache) -> Rows:
+        """Feed some rows up to these positions [R] (host), without logits; the rows after that."""
+        index = is_fed.nonzero().squeeze(1)
+        if not len(index):
+            return rows
+        part = rows.take(index)
+        part = part.replace(length=positions[index] - part.offset)
+        skip_logits = self._skip_logits
+        self.forward(part, Proposal(), row_subset(cache, index), with_logits=False)
+        self._skip_logits = skip_logits
+        return rows.replace(cached_length=torch.where(is_fed, positions, rows.cached_length))
 
     def _split(
         self, rows: Rows, proposal: Proposal, cache: RowCache, chunks: Sequence[PromptChunk] = ()
@@ -363,7 +409,8 @@ class TransformersModel:
         if self._state_handler is None:
             output = self._call_model(inputs, batch, request)
         else:
-            with self._state_handler.install_state(state) as module_values:
+            continues = start != 0 and width > 1
+            with self._state_handler.install_state(state, continues) as module_values:
                 output = self._call_model(inputs, batch, request)
             new_state = self._state_handler.next_state(output, state, module_values)
             lengths = batch.cached_length + (batch.fed_length if width > 1 else 1)

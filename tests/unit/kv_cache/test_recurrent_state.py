@@ -147,6 +147,38 @@ def test_what_was_written_counts_once_a_commit_accepts_its_length(lengths, expec
     assert _values(cache.read_state(torch.arange(3))) == expected
 
 
+def _advance(cache: RecurrentStateCache, value: float, length: int) -> None:
+    """Feed the row of a cache up to a length, as a step does."""
+    cache.row_batches(cache.lengths)
+    cache.write_state(torch.tensor([0]), _state([value]), torch.tensor([length]))
+    cache.commit(None, torch.tensor([length]))
+
+
+def test_a_row_is_cut_to_the_longest_state_that_has_read_no_more():
+    """Between two commits all states are kept; after them the last, and older ones from the first need on."""
+    cache = _committed([4.0], 4)
+    for length in (5, 7, 9):  # forwards without a commit, as of a draft model
+        cache.row_batches(torch.tensor([length - 1]))
+        cache.write_state(torch.tensor([0]), _state([float(length)]), torch.tensor([length]))
+    for length, read in ((9, 9), (8, 7), (6, 5), (4, 4), (3, 0)):
+        assert cache.state_lengths(torch.tensor([length])).tolist() == [read]
+    cache.commit(None, torch.tensor([8]))
+    assert cache.lengths.tolist() == [8]
+    assert cache.state_lengths(torch.tensor([8])).tolist() == [7]
+    assert _values(cache.read_state(torch.tensor([0]))) == [7.0]
+    _advance(cache, 12.0, 12)
+    assert cache.state_lengths(torch.tensor([11])).tolist() == [0]  # plain steps keep no older state
+    cache.commit(None, torch.tensor([10]))  # it is read from its start, and from then on
+    for length in range(11, 80):
+        _advance(cache, float(length), length)
+        lengths = {int(cache.state_lengths(torch.tensor([limit]))[0]) for limit in range(length + 1)}
+        assert len(lengths) <= 4  # none, the last and two older ones
+        if length > 64:
+            assert any(length - 48 <= read <= length - 16 for read in lengths)
+    copied = cache.select(torch.tensor([0]))
+    assert _values(copied.read_state(torch.tensor([0]))) == [79.0]
+
+
 def test_a_prompt_that_was_interrupted_leaves_no_state():
     cache = RecurrentStateCache()
     cache.extend(2)

@@ -54,7 +54,6 @@ class _DraftRow:
     aligned_row: AlignedRow
     lookbehind: LookbehindWindows = field(default_factory=LookbehindWindows)
     cached_tokens: list[int] = field(default_factory=list)  # the cached tokens that are still valid
-    cached_length: int = 0  # cached positions, before truncation
     pending_tokens: list[int] = field(default_factory=list)  # tokens to feed next
     cache_row: int = -1  # row in the cache; -1: none
     buffer_row: int = -1  # row in the token buffer; -1: none
@@ -137,7 +136,7 @@ class _CrossTokenizerDrafter:
         )
         active = max_drafts.nonzero().squeeze(1).tolist()
         if active:
-            self._arrange_cache(active)
+            self._arrange_cache()
             self._build_assistant_rows(rows, active)
         return max_drafts
 
@@ -181,16 +180,8 @@ class _CrossTokenizerDrafter:
             num_unchanged.append(0)
         return num_unchanged
 
-    def _arrange_cache(self, active: Sequence[int]) -> None:
+    def _arrange_cache(self) -> None:
         """Give every row its cache row, truncated to its valid cached tokens."""
-        for row in active if self._cache.max_rewind is not None else ():
-            draft_row = self._draft_rows[row]
-            # A cache that cannot rewind, and takes one token at a time after the first: start again.
-            if len(draft_row.cached_tokens) < draft_row.cached_length or len(
-                draft_row.cached_tokens
-            ) + 1 < len(self._row_ids(row)):
-                draft_row.cache_row, draft_row.cached_length = -1, 0
-                draft_row.cached_tokens.clear()
         cached = [draft_row for draft_row in self._draft_rows if draft_row.cache_row >= 0]
         sources = torch.tensor([draft_row.cache_row for draft_row in cached], dtype=torch.long)
         lengths = torch.tensor([len(draft_row.cached_tokens) for draft_row in cached], dtype=torch.long)
@@ -253,7 +244,7 @@ class _CrossTokenizerDrafter:
         logits = self._model.forward(fed_rows, Proposal(), row_subset(self._cache, cache_rows)).logits[:, 0]
         for draft_row in draft_rows:
             draft_row.cached_tokens += draft_row.pending_tokens
-            draft_row.cached_length, draft_row.pending_tokens = len(draft_row.cached_tokens), []
+            draft_row.pending_tokens = []
         cached = all_rows.cached_length.clone()
         cached[index] = all_rows.length[index]
         self._assistant_rows = all_rows.replace(cached_length=cached)

@@ -23,7 +23,8 @@ from descant.core.interfaces import (
 from descant.core.records import Proposal
 from descant.core.rows import Rows, index_rows, stable_row_order
 from descant.errors import ConfigError
-from descant.kv_cache.row_views import row_subset
+from descant.kv_cache.row_views import RowView, row_subset
+from descant.kv_cache.stores.recurrent_state import RecurrentStateCache
 
 # (rows with the drafts appended, index [N] (host)) -> logits [N, V'] that follow those rows.
 LogitsFn = Callable[[Rows, Tensor], Tensor]
@@ -44,8 +45,10 @@ def limit_to_positions(max_drafts: Tensor, position: Tensor, max_positions: int 
 def limit_to_cache(max_drafts: Array, rows: Rows, context: DraftContext) -> Array:
     """Limit the drafts of each row [R] to those that read a lossy cache as they would one by one."""
     cache = context.cache
-    if cache.max_rewind is not None:
-        # An evicting cache lets a prefill see the whole prompt; drafts in the same forward must not.
+    store = cache.inner if isinstance(cache, RowView) else cache
+    if cache.max_rewind is not None or isinstance(store, RecurrentStateCache):
+        # An evicting cache lets a prefill see the whole prompt; drafts in the same forward must not. A state
+        # that has read the prompt and drafts could not be cut to the prompt.
         max_drafts = np.where(rows.cached_length.numpy() == 0, 0, max_drafts)
     if isinstance(cache, DraftLimitingCache):
         index = torch.arange(len(rows)) if context.row_index is None else context.row_index
@@ -175,9 +178,8 @@ _PRECOMPUTED_INPUTS = ("encoder_outputs", "inputs_embeds")
 class AssistantDrafter:
     """A draft model with the target's tokenizer; its rows and cache follow the target's.
 
-    Its cache holds the committed tokens of each row; missing tokens are fed before the next draft. A cache
-    that cannot rewind keeps a copy of the row for every drafted token: a fork that is not fed. Leviathan et
-    al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
+    Its cache holds the committed tokens of each row; missing tokens are fed before the next draft. Leviathan
+    et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
     """
 
     is_model_free = False
@@ -186,12 +188,10 @@ class AssistantDrafter:
         self.forwards = 0
         self._model, self._cache = model, cache
         self._draft_loop = DraftLoop(noise, vocabulary)
-        self._can_rewind = cache.max_rewind is None
         self._unreadable_requests: set[int] = set()  # requests whose inputs the draft model cannot use
-        # The cache row of each row and its cached positions: the row itself first, then its copies.
-        # [R, J] (host), -1 for none.
-        self._cache_rows = torch.zeros(0, 1, dtype=torch.long)
-        self._cached_lengths = torch.zeros(0, 1, dtype=torch.long)
+        # The cache row of each row and its cached positions [R] (host).
+        self._cache_rows = torch.zeros(0, dtype=torch.long)
+        self._cached_lengths = torch.zeros(0, dtype=torch.long)
 
     @torch.no_grad()
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
@@ -235,16 +235,9 @@ class AssistantDrafter:
         """Follow the rows: row `i` continues row `parents[i]` of the last draft, -1 if it is new."""
         count = len(parents)
         known_rows = (parents >= 0).nonzero().squeeze(1)
-        cache_rows = self._cache_rows[parents[known_rows]]
+        source_rows = self._cache_rows[parents[known_rows]]
         cached_lengths = self._cached_lengths[parents[known_rows]]
-        common = torch.minimum(cached_lengths[:, 0], (lengths[known_rows] - 1).clamp(min=0))
-        is_usable = (
-            (cached_lengths >= common[:, None]) if self._can_rewind else (cached_lengths == common[:, None])
-        )
-        # A row that cannot rewind to the common prefix and has no copy of that length starts again.
-        has_usable = is_usable.any(1)
-        known_rows, common = known_rows[has_usable], common[has_usable]
-        source_rows = cache_rows[has_usable].gather(1, is_usable[has_usable].int().argmax(1)[:, None])[:, 0]
+        common = torch.minimum(cached_lengths, (lengths[known_rows] - 1).clamp(min=0))
         order = stable_row_order(source_rows, len(self._cache))
         if order is None:
             self._cache.commit(None, common)
@@ -259,7 +252,7 @@ class AssistantDrafter:
             row_in_cache[new] = len(known_rows) + torch.arange(len(new))
         row_lengths = torch.zeros(count, dtype=torch.long)
         row_lengths[known_rows] = common
-        self._cache_rows, self._cached_lengths = row_in_cache[:, None], row_lengths[:, None]
+        self._cache_rows, self._cached_lengths = row_in_cache, row_lengths
 
     def draft(self, rows: Rows, max_drafts: Tensor, context: DraftContext) -> Proposal:
         """Draft up to `max_drafts` [R] (host) tokens after each row."""
@@ -272,63 +265,21 @@ class AssistantDrafter:
         # Beyond its context length a model may fail, or else draft poorly, even without a position table.
         limit = traits.context_length if traits.max_positions is None else traits.max_positions
         max_drafts = limit_to_positions(torch.where(can_draft, max_drafts, 0), rows.length, limit)
-        return self._draft_loop.run(
-            rows, max_drafts, context, lambda grown, index: self._next_logits(rows, grown, index)
-        )
+        return self._draft_loop.run(rows, max_drafts, context, self._next_logits)
 
     # -------------------------------------------------------------------- forwards
-    def _next_logits(self, rows: Rows, grown: Rows, index: Tensor) -> Tensor:
+    def _next_logits(self, grown: Rows, index: Tensor) -> Tensor:
         """The logits [N, V'] that follow the rows `index` with their drafts."""
         draft_rows = grown.replace(
             tokens=self._clamp_tokens(grown.tokens),
-            cached_length=self._cached_lengths[:, 0],
+            cached_length=self._cached_lengths,
             offset=torch.zeros_like(grown.offset),
         )
-        if self._can_rewind:
-            return self._forward_pending(draft_rows, index)
-        if grown is not rows:
-            self._snapshot_rows(index)
-        return self._forward_stepwise(draft_rows, index)
-
-    def _forward_pending(self, draft_rows: Rows, index: Tensor) -> Tensor:
-        """Feed the pending tokens of the rows `index`: the logits [N, V'] at their last positions."""
         fed_rows = draft_rows if len(index) == len(draft_rows) else draft_rows.take(index)
         self.forwards += 1
-        output = self._model.forward(
-            fed_rows, Proposal(), row_subset(self._cache, self._cache_rows[index, 0])
-        )
-        self._cached_lengths[index, 0] = draft_rows.length[index]
+        output = self._model.forward(fed_rows, Proposal(), row_subset(self._cache, self._cache_rows[index]))
+        self._cached_lengths[index] = draft_rows.length[index]
         return output.logits[:, 0]
-
-    def _forward_stepwise(self, draft_rows: Rows, index: Tensor) -> Tensor:
-        """The same one token at a time: most recurrent models take only one token after their state."""
-        logits: Tensor | None = None
-        while len(unfinished := index[self._cached_lengths[index, 0] < draft_rows.length[index]]):
-            cached = self._cached_lengths[:, 0]
-            length = torch.where(cached > 0, cached + 1, draft_rows.length)
-            step_logits = self._forward_pending(
-                draft_rows.replace(length=length, cached_length=cached), unfinished
-            )
-            if logits is None:
-                logits = step_logits.new_zeros(len(draft_rows), step_logits.shape[1])
-            logits[unfinished.to(logits.device)] = step_logits
-        assert logits is not None  # a row always has a pending token: the last is never cached
-        return logits[index.to(logits.device)]
-
-    def _snapshot_rows(self, index: Tensor) -> None:
-        """Append copies of the rows `index` to the cache."""
-        size = len(self._cache)
-        lengths = torch.zeros(size, dtype=torch.long)
-        is_used = self._cache_rows >= 0
-        lengths[self._cache_rows[is_used]] = self._cached_lengths[is_used]
-        sources = torch.cat((torch.arange(size), self._cache_rows[index, 0]))
-        self._cache.commit(sources, lengths[sources])
-        new_rows = torch.full((len(self._cache_rows), 1), -1)
-        new_rows[index, 0] = size + torch.arange(len(index))
-        new_lengths = torch.full_like(new_rows, -1)
-        new_lengths[index] = self._cached_lengths[index, :1]
-        self._cache_rows = torch.cat((self._cache_rows, new_rows), 1)
-        self._cached_lengths = torch.cat((self._cached_lengths, new_lengths), 1)
 
     # -------------------------------------------------------------------- inputs
     def _clamp_tokens(self, tokens: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ def drafter_spec(config: GenerationConfig, target: Model, given: DraftInputs) ->
 
 def _drafts_forced_tokens(config: GenerationConfig, traits: ModelTraits, given: DraftInputs) -> bool:
     """Whether a grammar drafts the tokens that it forces: its method and model must support drafts."""
-    return _selects_forced_tokens(config) and traits.cache_type != "recurrent" and not given.has_strategy
+    return _selects_forced_tokens(config) and not traits.continues_by_one and not given.has_strategy
 
 
 def _selects_forced_tokens(config: GenerationConfig) -> bool:
@@ -283,9 +283,9 @@ def _check_unused_options(config: GenerationConfig, given: DraftInputs) -> None:
 
 
 def _check_drafts_supported(name: str, value: Any, traits: ModelTraits) -> None:
-    """Raise for drafts on a model with a recurrent state, which cannot drop rejected tokens."""
-    if traits.cache_type == "recurrent":
-        must = "needs a model that can drop tokens from its cache, this one has a recurrent state"
+    """Raise for drafts on a model that cannot verify several in one forward."""
+    if traits.continues_by_one:
+        must = "needs a model that reads several tokens after its state, this one reads them one by one"
         got = value if isinstance(value, int) else type(value).__name__
         raise ConfigError(name, must, got, "leave it out")
 

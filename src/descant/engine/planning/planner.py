@@ -312,9 +312,8 @@ def make_plan(
         wrappers,
         recipe,
     )
-    if recipe is not None and strategy.traits.max_rewind != 0 and traits.cache_type == "recurrent":
-        must = "takes tokens back, which is not supported for a model with a recurrent state"
-        raise ConfigError("recipe", must, recipe, "leave it out")
+    if recipe is not None and strategy.traits.max_rewind != 0 and not traits.reads_again:
+        raise ConfigError("recipe", _NOT_READ_AGAIN, recipe, "leave it out")
     return plan
 
 
@@ -479,6 +478,10 @@ def _constraint_state(config: GenerationConfig) -> ConstraintListState:
     return ConstraintListState(constraints, config.ordered_constraints, config.constraint_gap)
 
 
+_NOT_READ_AGAIN: Final = (
+    "takes tokens back, so it needs a model that reads a text at once as it does token by token"
+)
+
 # Counts beyond these would exhaust memory.
 _MAX_COUNTS: Final = {
     "num_beams": 2**14, "num_return_sequences": 2**16, "max_new_tokens": 2**31, "max_length": 2**31,
@@ -507,7 +510,7 @@ def check_config(config: GenerationConfig, traits: ModelTraits) -> None:
     if config.logprobs is not None and config.logprobs > traits.vocab_size:
         raise ConfigError("logprobs", f"must be <= {traits.vocab_size}", config.logprobs, "lower it")
     if traits.cache_type == "recurrent":
-        _check_rewindable(config)
+        _check_rewindable(config, traits)
     if config.watermarking_config is not None:
         _check_watermark(config, as_watermarking_config(config.watermarking_config))
     if config.forced_decoder_ids:
@@ -584,14 +587,13 @@ def _iter_token_ids(value: Any) -> Iterator[int]:
         yield int(value)
 
 
-def _check_rewindable(config: GenerationConfig) -> None:
-    """Raise for a method that takes tokens back, on a model with a recurrent state."""
+def _check_rewindable(config: GenerationConfig, traits: ModelTraits) -> None:
+    """Raise for a method that takes tokens back, on a recurrent model that cannot go on from what is left."""
     if config.low_memory and is_contrastive(config):
         must = "needs a model that can drop a token from its cache, this one has a recurrent state"
         raise ConfigError(("low_memory", "penalty_alpha"), must, True, "leave it out")
-    if config.banned_phrases:
-        must = "needs a model that can drop tokens from its cache, this one has a recurrent state"
-        raise ConfigError("banned_phrases", must, config.banned_phrases, "use bad_words_ids")
+    if config.banned_phrases and not traits.reads_again:
+        raise ConfigError("banned_phrases", _NOT_READ_AGAIN, config.banned_phrases, "use bad_words_ids")
 
 
 def _check_watermark(config: GenerationConfig, settings: BaseWatermarkingConfig) -> None:

@@ -198,9 +198,6 @@ class PrefixReuse:
         self, request_id: int, request: Request, plan: DecodingPlan, ids: Tensor, cache: RowCache
     ) -> None:
         """Register an admitted request."""
-        recurrent = self._traits.cache_type == "recurrent"
-        if request.past_key_values is not None and recurrent and not plan.needs_full_prefill:
-            self._chunk_sizes[request_id] = 1  # few recurrent models can feed several tokens after a state
         if request.return_past_key_values:
             self._returning.add(request_id)
         if self._prefix_cache is not None and self._is_prefix_cacheable(request, cache):

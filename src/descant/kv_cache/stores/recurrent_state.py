@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from descant.kv_cache.stores.block_store import Store
 
 # The row dimension of tensors where it is not the first, by attribute or key name.
 _ROW_AXES = {"indexer_position_ids": 1, "mems": 1}
+
+# Positions between older states that a row keeps: the length of a phrase that may be taken back.
+_MIN_DISTANCE = 16
 
 _LEAF_TYPES = (bool, int, float, complex, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
 
@@ -27,40 +30,74 @@ class _StateGroup:
     lengths: Sequence[int | None]  # None: not known before the next commit
 
 
+class _StatePlace(NamedTuple):
+    """Where a state of a row is, and how many positions it has read; None: not known before a commit."""
+
+    at: tuple[int, int]  # the number of its group, and the index of the row in it
+    length: int | None
+
+
 class RecurrentStateCache(Store):
     """State objects of a recurrent model, one for the rows that were fed together.
 
     Every tensor in a state object has one dimension for rows, nearly always the first. Rows are selected in
-    all tensors alike, and objects that differ only in their rows are concatenated. Recurrent state cannot be
-    rewound, so a row has its last committed state until a commit accepts what was written since: a forward
-    that was interrupted can be repeated. A state object is replaced and never written to.
+    all tensors alike, and objects that differ only in their rows are concatenated. A state object is replaced
+    and never written to. A state cannot be cut: a row that is cut has the longest of its states that has read
+    no more, and the positions after it are fed again. Until a commit, all states that forwards have written
+    are kept. From the first cut below all states of a row on, each row also keeps two older ones.
     """
 
     grows = False
-    max_rewind: int | None = 0
 
     def __init__(self, name: str = "") -> None:
         super().__init__()
         self._state_name = name  # the name of the state, looked up in `_ROW_AXES`
-        self._groups: list[_StateGroup] = []  # committed, and in order what was written since
+        self._groups: list[_StateGroup] = []  # of each row in order of length
+        self._keeps_older = False
+
+    def state_lengths(self, lengths: Tensor) -> Tensor:
+        """The positions that the state of each row has read [R] (host), at most `lengths` [R] (host)."""
+        limits, states = lengths.tolist(), self._find_states()
+        read = [0] * len(limits)
+        for row, places in states.items():
+            place = _longest(places, limits[row])
+            if place is not None:
+                read[row] = limits[row] if place.length is None else place.length
+        return torch.tensor(read, dtype=torch.long)
 
     def row_batches(self, lengths: Tensor | None = None) -> list[Tensor]:
         """Merge states into as few objects as possible; returns the rows of each (host).
 
         `lengths` [R] (host) is how many positions each row has read at the beginning of a forward, -1 for
-        rows that are not fed. Other states of fed rows are dropped. None: every row has its latest state.
+        rows that are not fed. Longer states of fed rows are dropped. None: every row has its latest state.
         """
-        self._keep_states([None] * len(self) if lengths is None else lengths.tolist())
-        if len(self._groups) > 1:  # those that differ only in their rows become one
+        limits = [-1] * len(self) if lengths is None else lengths.tolist()
+        latest: set[tuple[int, int]] = set()
+        dropped: set[tuple[int, int]] = set()
+        for row, places in self._find_states().items():
+            limit = limits[row]
+            place = places[-1] if limit == -1 else _longest(places, limit) if limit else None
+            latest.update(() if place is None else [place.at])
+            first = 0 if place is None else places.index(place) + 1
+            dropped.update(other.at for other in places[first:])
+        rest: list[_StateGroup] = []
+        parts: list[_StateGroup] = []
+        for number, group in enumerate(self._groups):
+            indices = [(number, index) for index in range(len(group.rows))]
+            parts += self._part(group, [index for _, index in indices if (number, index) in latest])
+            older = [one for one in indices if one not in latest and one not in dropped]
+            rest += self._part(group, [index for _, index in older])
+        if len(parts) > 1:  # those that differ only in their rows become one
             by_signature: dict[Any, list[_StateGroup]] = {}
-            for group in self._groups:
-                signature = state_signature(group.state, len(group.rows), self._state_name)
-                by_signature.setdefault(signature, []).append(group)
-            self._groups = [self._concat_groups(groups) for groups in by_signature.values()]
-        return [torch.tensor(sorted(group.rows)) for group in self._groups]
+            for part in parts:
+                signature = state_signature(part.state, len(part.rows), self._state_name)
+                by_signature.setdefault(signature, []).append(part)
+            parts = [self._concat_groups(same) for same in by_signature.values()]
+        self._groups = [*rest, *parts]
+        return [torch.tensor(sorted(part.rows)) for part in parts]
 
     def read_state(self, rows: Tensor) -> Any:
-        """The state of those rows (host), in that order; it must not be written to."""
+        """The latest state of those rows (host), in that order; it must not be written to."""
         wanted = rows.tolist()
         for group in reversed(self._groups):
             if group.rows == wanted:
@@ -75,12 +112,17 @@ class RecurrentStateCache(Store):
         self._groups = [*self._groups, _StateGroup(rows.tolist(), state, known)]
 
     def prepare_commit(self, parents: Tensor | None, lengths: Tensor) -> Callable[[], None]:
-        """A commit of the states after `lengths[i]` positions; nothing changes until it is called."""
+        """A commit that cuts row `i` to `lengths[i]` positions; nothing changes until it is called."""
         old_rows = range(len(lengths)) if parents is None else parents.tolist()
-        groups = self._select_groups(old_rows, lengths.tolist())
+        limits, states = lengths.tolist(), self._find_states()
+        keeps_older = self._keeps_older or any(
+            limit and row in states and _longest(states[row], limit) is None
+            for row, limit in zip(old_rows, limits, strict=True)
+        )
+        groups = self._select_groups(old_rows, limits, keeps_older=keeps_older)
 
         def commit() -> None:
-            self._groups, self._lengths = groups, lengths
+            self._groups, self._lengths, self._keeps_older = groups, lengths, keeps_older
 
         return commit
 
@@ -103,60 +145,47 @@ class RecurrentStateCache(Store):
 
     # -------------------------------------------------------------------- groups
     def _select_groups(
-        self, rows: Sequence[int], lengths: Sequence[int], copies: bool = False
+        self, rows: Sequence[int], lengths: Sequence[int], copies: bool = False, keeps_older: bool = False
     ) -> list[_StateGroup]:
-        """New groups whose row `i` has the state of row `rows[i]` after `lengths[i]` positions.
-
-        A row has the latest of its states where none has that length, and no state where the length is 0.
-        """
-        found = self._find_states()
+        """New groups: row `i` has the longest state of row `rows[i]` of at most `lengths[i]` positions."""
+        states = self._find_states()
         members: dict[int, list[tuple[int, int]]] = {}  # by group the new rows, and their index in it
         for new_row, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            latest = found.get((row, None))
-            unknown = latest is not None and self._groups[latest[0]].lengths[latest[1]] is None
-            place = found.get((row, length), latest if length or unknown else None)
-            if place is not None:
-                members.setdefault(place[0], []).append((new_row, place[1]))
+            places = states.get(row, [])
+            place = _longest(places, length)
+            if place is None:
+                continue
+            kept = [place]
+            if keeps_older:
+                kept += _older(places[: places.index(place)])
+            for number, index in (one.at for one in kept):
+                members.setdefault(number, []).append((new_row, index))
         groups = []
         for number, pairs in sorted(members.items()):
             group, indices = self._groups[number], [index for _, index in pairs]
             unchanged = not copies and indices == list(range(len(group.rows)))
             state = group.state if unchanged else self._take_rows(group, indices)
-            new_rows = [row for row, _ in pairs]
-            groups.append(_StateGroup(new_rows, state, [lengths[row] for row in new_rows]))
+            known = [
+                lengths[new_row] if group.lengths[index] is None else group.lengths[index]
+                for new_row, index in pairs
+            ]
+            groups.append(_StateGroup([new_row for new_row, _ in pairs], state, known))
         return groups
 
-    def _find_states(self) -> dict[tuple[int, int | None], tuple[int, int]]:
-        """Group and index of the latest state by row and length; by row and None of the latest of all."""
-        found: dict[tuple[int, int | None], tuple[int, int]] = {}
+    def _find_states(self) -> dict[int, list[_StatePlace]]:
+        """The states of each row, in order of length."""
+        states: dict[int, list[_StatePlace]] = {}
         for number, group in enumerate(self._groups):
             for index, (row, length) in enumerate(zip(group.rows, group.lengths, strict=True)):
-                found[row, length] = found[row, None] = number, index
-        return found
+                states.setdefault(row, []).append(_StatePlace((number, index), length))
+        return states
 
-    def _keep_states(self, lengths: Sequence[int | None]) -> None:
-        """Keep one state of each row: after `lengths[row]` positions, else the latest; -1: keep all."""
-        found = self._find_states()
-        kept: set[tuple[int, int]] = set()
-        for row, length in enumerate(lengths):
-            latest = found.get((row, None))
-            if latest is None:
-                continue
-            if length == -1:
-                kept.update(place for (other, _), place in found.items() if other == row)
-            elif length != 0:
-                kept.add(found.get((row, length), latest))
-        if len(kept) == sum(len(group.rows) for group in self._groups):
-            return
-        groups = []
-        for number, group in enumerate(self._groups):
-            indices = [index for index in range(len(group.rows)) if (number, index) in kept]
-            if len(indices) == len(group.rows):
-                groups.append(group)
-            elif indices:
-                rows, known = [group.rows[at] for at in indices], [group.lengths[at] for at in indices]
-                groups.append(_StateGroup(rows, self._take_rows(group, indices), known))
-        self._groups = groups
+    def _part(self, group: _StateGroup, indices: Sequence[int]) -> list[_StateGroup]:
+        """The group of those rows of a group; empty: of none."""
+        if len(indices) == len(group.rows):
+            return [group]
+        rows, known = [group.rows[at] for at in indices], [group.lengths[at] for at in indices]
+        return [_StateGroup(rows, self._take_rows(group, indices), known)] if indices else []
 
     def _take_rows(self, group: _StateGroup, indices: Sequence[int]) -> Any:
         return take_state_rows(group.state, indices, len(group.rows), self._state_name)
@@ -169,6 +198,24 @@ class RecurrentStateCache(Store):
         sizes = [len(group.rows) for group in groups]
         state = concat_states([group.state for group in groups], sizes, self._state_name)
         return _StateGroup(rows, state, lengths)
+
+
+def _longest(places: Sequence[_StatePlace], limit: int) -> _StatePlace | None:
+    """The longest state of a row with at most that many positions; None: it has none."""
+    fitting = (place for place in reversed(places) if place.length is None or 0 < place.length <= limit)
+    return next(fitting, None)
+
+
+def _older(places: Sequence[_StatePlace]) -> list[_StatePlace]:
+    """The last two of a row's older states that are `_MIN_DISTANCE` positions apart.
+
+    After a cut by that many positions, at most three times as many are fed again.
+    """
+    kept: list[_StatePlace] = []
+    for place in places:
+        if not kept or (place.length or 0) - (kept[-1].length or 0) >= _MIN_DISTANCE:
+            kept.append(place)
+    return kept[-2:]
 
 
 def take_state_rows(state: Any, indices: Sequence[int], size: int, name: str = "") -> Any:

@@ -109,7 +109,9 @@ class ForwardBatcher:
                 if state_batches is None:
                     state_batches = self._split_running((~is_new).nonzero().squeeze(1), cached, fed)
                 for part in state_batches:
-                    parts += _group_by(keys, part)
+                    for piece in _group_by(keys, part):
+                        # A state counts all that was fed, so that its rows are not padded.
+                        parts += [piece] if traits.cache_type == "kv" else _group_by(fed, piece)
         if len(parts) == 1:
             return [all_rows]
         return [ForwardBatch.from_lengths(cached, fed, part) for part in parts]

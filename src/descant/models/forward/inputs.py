@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -427,6 +428,11 @@ _PREPARE_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "state")
 _REPLACED_TENSORS = frozenset({"keys", "values", "indexer_keys"})
 
 
+# The time steps that layers of Mamba 2 clamp, in a forward of several tokens alone.
+_STEP_LIMIT = "time_step_limit"
+_NO_LIMIT = (0.0, math.inf)
+
+
 class InputPreparer:
     """Builds the inputs of one forward by the model's own `prepare_inputs_for_generation`.
 
@@ -466,6 +472,8 @@ class InputPreparer:
             is_first_iteration=is_first,
             **kwargs,
         )
+        if "logits_to_keep" in inputs:  # some replace it by a number of their config
+            inputs["logits_to_keep"] = kwargs["logits_to_keep"]
         if extra is not None and not is_first and extra.step_kwargs is None:
             extra.step_kwargs = {
                 name: value for name, value in request_kwargs.items() if inputs.get(name) is not None
@@ -582,6 +590,16 @@ class RecurrentStateHandler:
             for name in MODULE_STATE_ATTRS
             if name in vars(module)
         ]
+        self._limited_modules = [
+            module
+            for module in model.modules()
+            if tuple(vars(module).get(_STEP_LIMIT, _NO_LIMIT)) != _NO_LIMIT
+        ]
+
+    @property
+    def reads_prompts_apart(self) -> bool:
+        """Whether a prompt that is read at once has another state than one that is read token by token."""
+        return bool(self._limited_modules)
 
     def new_state(self) -> Any:
         """The state before the first forward."""
@@ -602,17 +620,23 @@ class RecurrentStateHandler:
         return copy_state(state, _is_replaced)
 
     @contextlib.contextmanager
-    def install_state(self, state: Any) -> Iterator[list[Any]]:
-        """Set the module part of a state for one forward; the list then holds its new values."""
+    def install_state(self, state: Any, continues: bool) -> Iterator[list[Any]]:
+        """Set the module part of a state for one forward; the list then holds its new values.
+
+        `continues`: the forward feeds several tokens after a state, as it would one by one.
+        """
         new_values: list[Any] = []
-        saved = [getattr(module, name) for module, name in self._module_attrs]
+        settings = [(module, name, state[1][at]) for at, (module, name) in enumerate(self._module_attrs)]
+        if continues:
+            settings += [(module, _STEP_LIMIT, _NO_LIMIT) for module in self._limited_modules]
+        saved = [getattr(module, name) for module, name, _ in settings]
         try:
-            for index, (module, name) in enumerate(self._module_attrs):
-                setattr(module, name, state[1][index])
+            for module, name, value in settings:
+                setattr(module, name, value)
             yield new_values
             new_values += [getattr(module, name) for module, name in self._module_attrs]
         finally:
-            for (module, name), value in zip(self._module_attrs, saved, strict=True):
+            for (module, name, _), value in zip(settings, saved, strict=True):
                 setattr(module, name, value)
 
     def next_state(self, output: Any, state: Any, module_values: list[Any]) -> Any:

@@ -29,6 +29,10 @@ class NoCache(Store):
         return key, value
 
     # -------------------------------------------------------------------- state
+    def state_lengths(self, lengths: Tensor) -> Tensor:
+        """0 for each row."""
+        return torch.zeros_like(lengths)
+
     def row_batches(self, lengths: Tensor | None = None) -> list[Tensor]:  # noqa: ARG002 - the interface
         """Empty: no row has a state."""
         return []

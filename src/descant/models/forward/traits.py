@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionLayer
 
 from descant.core.interfaces import ModelTraits
 from descant.errors import UnsupportedModel
@@ -34,6 +35,12 @@ _OWN_CACHE_MODELS = frozenset({"blip_text_model", "blt", "cpmant", "git", "mllam
 _EQUAL_LENGTH_MODELS = frozenset({"prophetnet"})
 # Model types whose step broadcasts wrongly over several rows.
 _BATCH_SIZE_ONE_MODELS = frozenset({"rwkv"})
+
+# Model types with a state of their own that reads a text at once as it does token by token.
+_OWN_STATE_MODELS = frozenset({"minimax", "rwkv", "xlstm"})
+# Model types whose forward of several tokens starts from an empty state: the scans of Mamba 1 and of the
+# linear recurrent unit take none.
+_CONTINUED_BY_ONE = frozenset({"falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba"})
 
 # Inputs that the decoding loop sets, or that would be needed at every step.
 _INTERNAL_INPUTS = frozenset(
@@ -75,6 +82,8 @@ def _inspect_model(model: PreTrainedModel, attention: str) -> ModelTraits:
     text = model.config.get_text_config(decoder=True)
     is_encoder_decoder = bool(model.config.is_encoder_decoder)
     cache_type = _cache_type(model, params, text)
+    is_recurrent = cache_type == "recurrent"
+    reads_again = not is_recurrent or _reads_again(model, text)
     prepares = cache_type != "kv" or has_override(model, "prepare_inputs_for_generation")
     return ModelTraits(
         is_encoder_decoder=is_encoder_decoder,
@@ -97,6 +106,8 @@ def _inspect_model(model: PreTrainedModel, attention: str) -> ModelTraits:
         or _has_own_causal_mask(model)
         or text.model_type in _EQUAL_LENGTH_MODELS,
         needs_batch_size_one=text.model_type in _BATCH_SIZE_ONE_MODELS,
+        reads_again=reads_again,
+        continues_by_one=not reads_again or (is_recurrent and _continues_by_one(model, text)),
         needs_position_ids=_has_padded_positions(model),
         has_own_position_ids=has_override(model, "_prepare_position_ids_for_generation"),
         main_input_name=_main_input_name(model, is_encoder_decoder),
@@ -129,6 +140,29 @@ def _cache_type(model: Any, params: Mapping[str, Any], text: Any) -> str:
         return "recurrent"
     layers = DynamicCache(config=text).layers
     return "kv" if all(type(layer) in DYNAMIC_LAYERS for layer in layers) else "recurrent"
+
+
+def _reads_again(model: Any, text: Any) -> bool:
+    """Whether a recurrent model reads a text at once as it does token by token.
+
+    Attention that chooses among indexed keys, and most caches of a model's own class, do not.
+    """
+    if text.model_type in _OWN_STATE_MODELS:
+        return True
+    layers = DynamicCache(config=text).layers if model._supports_default_dynamic_cache() else []
+    recurrent = [layer for layer in layers if isinstance(layer, LinearAttentionLayer)]
+    others = [layer for layer in layers if not isinstance(layer, LinearAttentionLayer)]
+    return len(recurrent) > 0 and all(type(layer) in DYNAMIC_LAYERS for layer in others)
+
+
+def _continues_by_one(model: PreTrainedModel, text: Any) -> bool:
+    """Whether a forward of several tokens would not continue the state of a row.
+
+    transformers' layers do from the release on that can record their past.
+    """
+    is_known = type(model).forward.__module__.startswith("transformers.")
+    is_recent = hasattr(LinearAttentionLayer, "activate_past_recording")
+    return not (is_known and is_recent) or text.model_type in _CONTINUED_BY_ONE
 
 
 def _has_own_causal_mask(model: PreTrainedModel) -> bool:

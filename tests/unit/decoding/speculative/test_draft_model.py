@@ -95,7 +95,8 @@ def test_a_token_is_read_once(name: str):
     # Two rows: four tokens of prompt and two drafts; then the new token and two drafts; where all were
     # accepted the last of them as well, which was not fed before.
     assert fed == [2 * 6, 2 * 9, 2 * 13, 2 * 16, 2 * 19]
-    assert drafter.forwards == own.forwards
+    # Where two tokens are missing after a state, the recurrent model has a forward more.
+    assert drafter.forwards == own.forwards - (name == "mamba")
 
 
 def test_rows_that_stay_where_they_are_are_not_copied():
