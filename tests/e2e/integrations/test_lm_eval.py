@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 import descant
+from descant.cli.evaluate import EvaluateCommand
 from tests.support import pretrained
 from tests.support.client_programs import ROOT, ClientEnvironment
 
@@ -110,3 +112,11 @@ def test_the_command_runs_the_harness(found, place):
     assert [line["resps"] for line in lines] == found["beams"]["told"]["responses"]
     with pytest.raises(AssertionError, match=r"num_beams.*must be"):
         clients.run(*program, f"{model_args}=0", env=ENVIRONMENT)
+
+
+def test_without_lm_eval_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    before = list(sys.argv)
+    with pytest.raises(descant.MissingExtra, match=r"pip install descant\[eval\]"):
+        EvaluateCommand(arguments=["--tasks", "told"]).run()
+    assert sys.argv == before
