@@ -97,11 +97,12 @@ def continuation_starts(tokens: Tensor, length: Tensor, ngram_size: Tensor) -> T
 class GrammarDrafter:
     """A drafter of the tokens that a row's grammar forces; where it forces none, another drafter's tokens.
 
-    A forced text can be spelled in several tokens, so that its drafts are verified as all others are.
+    A forced text can be spelled in several tokens, so that its drafts are verified as all others are. In a
+    table of more than `max_rows` rows none are drafted.
     """
 
-    def __init__(self, other: Drafter | None = None) -> None:
-        self._other = other
+    def __init__(self, other: Drafter | None = None, max_rows: int | None = None) -> None:
+        self._other, self._max_rows = other, max_rows
         self.is_model_free = other is None or other.is_model_free
 
     def add_requests(self, requests: Sequence[int], inputs: Mapping[str, Sequence[Any]]) -> None:
@@ -132,7 +133,7 @@ class GrammarDrafter:
     def _forced_tokens(self, rows: Rows, max_drafts: Tensor) -> list[list[int]]:
         """The forced tokens of each row, at most `max_drafts`."""
         pools = row_params(rows).values.get(GRAMMAR_PARAM)
-        if pools is None:
+        if pools is None or (self._max_rows is not None and len(rows) > self._max_rows):
             return [[] for _ in range(len(rows))]
         assert not isinstance(pools, Tensor)
         tokens = rows.tokens.cpu().numpy()

@@ -64,6 +64,8 @@ class LookupDrafter(NamedTuple):
     row_fields: tuple[str, ...] = ()  # further fields that are parameters of its rows
 
 
+_MAX_RECURRENT_ROWS: Final = 4  # for which a recurrent model drafts the tokens that a grammar forces
+
 LOOKUPS: Final = (
     LookupDrafter(
         "prompt_lookup_num_tokens", "prompt lookup", PromptLookup, row_fields=("max_matching_ngram_size",)
@@ -83,7 +85,9 @@ def drafter_spec(config: GenerationConfig, target: Model, given: DraftInputs) ->
         return other
     if other is None:
         values = _schedule_params(config, None, _MAX_FORCED_TOKENS)
-        return DrafterSpec(("grammar",), lambda _: GrammarDrafter(), values)
+        # Rows of a recurrent model that differ in length share no forward: drafts cost more than they save.
+        max_rows = _MAX_RECURRENT_ROWS if target.traits.cache_type == "recurrent" else None
+        return DrafterSpec(("grammar",), lambda _: GrammarDrafter(max_rows=max_rows), values)
     make_other = other.make_drafter
     key = (
         (*USER_DRAFTER, "grammar", *other.key[1:])
