@@ -210,6 +210,7 @@ GOOD: dict[str, list[Any]] = {
         (0, 1.1), (3, 2), (100, 1.5), (1, 0.5), (0, 1e30), (2**63 - 1, 1.1), (2, 1),
     ],
     "logprobs": [0, 1, 3, VOCAB, 1000, 2**63 - 1],
+    "logprobs_support": [True, False],
     "encoder_no_repeat_ngram_size": [0, 1, 2, 3, 2**63 - 1],
     "encoder_repetition_penalty": [1e-30, 0.5, 1, 1.5, 1e30],
     "return_timestamps": [True, False],

@@ -15,8 +15,8 @@ from descant.testing import ReferenceCache
     ("parts", "rewind"),
     [
         ([DenseStore(), DenseStore()], None),
-        ([DenseStore(), RecurrentStateCache()], 0),
-        ([RecurrentStateCache(), DenseStore()], 0),
+        ([DenseStore(), RecurrentStateCache()], None),
+        ([RecurrentStateCache(), DenseStore()], None),
     ],
 )
 def test_rows_go_back_as_far_as_the_part_that_goes_back_least(parts, rewind):

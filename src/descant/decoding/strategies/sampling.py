@@ -26,6 +26,8 @@ class Sampling(StrategyDefaults):
     A request is prefilled as one row and expanded to `num_sequences` rows at its first token.
     """
 
+    _launch_next: Callable[[Tensor], None] | None = None  # in this step
+
     def __init__(self, noise: NoiseSource, stop: StopCondition, rank_group: RankGroup | None = None) -> None:
         self._noise = noise
         self._stop = stop
@@ -43,20 +45,16 @@ class Sampling(StrategyDefaults):
             rows, parents = self._expand_sequences(rows)
             if parents is not None:
                 scores = index_rows(scores, parents)
-        return self.continue_rows(rows, scores, parents, output.launch_next if parents is None else None)
+        # Not of a subclass, which may change the tokens.
+        self._launch_next = output.launch_next if parents is None and type(self) is Sampling else None
+        return self.continue_rows(rows, scores, parents)
 
-    def continue_rows(
-        self,
-        rows: Rows,
-        scores: Tensor,
-        parents: Tensor | None = None,
-        launch_next: Callable[[Tensor], None] | None = None,
-    ) -> Selection:
+    def continue_rows(self, rows: Rows, scores: Tensor, parents: Tensor | None = None) -> Selection:
         """One token for each row by its scores [R', V]; row `i` was forked from the fed row `parents[i]`.
 
         Without `parents` [R'] (host) the rows are those that were fed.
         """
-        tokens, best_scores, host = self._choose_tokens(rows, scores, launch_next)
+        tokens, best_scores, host = self._choose_tokens(rows, scores)
         emitted = Tokens(rows.request, rows.slot, host, parents)
 
         reasons = self._stop.finish_reasons(rows, None, host)
@@ -136,9 +134,7 @@ class Sampling(StrategyDefaults):
         """Which rows are not yet expanded into their sequences [R]."""
         return rows.length == rows.prompt_length
 
-    def _choose_tokens(
-        self, rows: Rows, scores: Tensor, launch_next: Callable[[Tensor], None] | None = None
-    ) -> tuple[Tensor, Array, Tensor]:
+    def _choose_tokens(self, rows: Rows, scores: Tensor) -> tuple[Tensor, Array, Tensor]:
         """The token of each row [R], its score (-inf: no token possible), and the tokens on the host."""
         if self._greedy_and_sampled is None or self._greedy_and_sampled[0] != rows.version:
             sampled = row_params(rows)["do_sample"].bool().nonzero().squeeze(1)
@@ -160,16 +156,16 @@ class Sampling(StrategyDefaults):
                 tokens.index_copy(0, index, sampled_tokens),
             )
         if tokens.device.type == "cpu" and self._rank_group is None:
-            if launch_next is not None:
-                launch_next(tokens)
+            if self._launch_next is not None:
+                self._launch_next(tokens)
             return tokens, best.numpy(), tokens
         if self._rank_group is not None:  # one message: scores are bit-cast to integers next to the tokens
             choice = self._rank_group.broadcast(torch.stack((tokens, best.view(torch.int32).long())))
             host, bits = choice.cpu()
             return choice[0], bits.to(torch.int32).view(torch.float32).numpy(), host
         copy = HostCopy(tokens, best)
-        if launch_next is not None:
-            launch_next(tokens)
+        if self._launch_next is not None:
+            self._launch_next(tokens)
         host, host_scores = copy.wait()
         return tokens, host_scores.numpy(), host
 

@@ -336,5 +336,5 @@ def test_caches_are_of_each_models_own_kind():
     whole = as_model(ContrastiveDecoding(made("llama", 0), made("mamba", 4)))
     made_now = whole.new_cache()
     assert [type(part) for part in made_now.parts] == [DenseStore, RecurrentStateCache]
-    assert made_now.max_rewind == 0
+    assert made_now.max_rewind is None
     assert whole.traits.cache_type == "recurrent"
