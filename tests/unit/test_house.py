@@ -22,7 +22,7 @@ PACKAGES, LINES, FUNCTION = 14, 700, 60
 # Of a room: files that stand in no folder of it, and imports between its files and folders.
 LOOSE_FILES, ARROWS = 15, 40
 SMALL = 60  # a module of fewer lines is part of the one neighbour that it serves
-SOURCE_FILES = 328
+SOURCE_FILES = 333
 
 
 def module(path: Path) -> str:
