@@ -268,7 +268,7 @@ class TransformersModel:
                 rows, prompt, (read == 0) & (prompt < rows.position) & (prompt > 0), cache
             )
             pending = rows.pending
-        if proposal.drafts is not None:
+        if proposal.drafts is not None and not self.traits.continues_by_one:
             is_first = (pending > _MAX_FED_AGAIN) & (torch.as_tensor(proposal.draft_counts()) > 0)
             rows = self._feed_up_to(rows, rows.position - 1, is_first, cache)
         while self.traits.continues_by_one:
