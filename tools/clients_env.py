@@ -21,11 +21,8 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 REQUIREMENTS: Final = ROOT / "tools" / "clients.txt"
-# What Descant, its command line and lm-eval run models with, at the versions of the other tests.
-SHARED: Final = (
-    *("torch", "transformers", "accelerate", "llguidance", "starlette", "uvicorn", "httptools"),
-    *("rich", "typer"),
-)
+# What Descant and lm-eval run models with, at the versions of the other tests.
+SHARED: Final = ("torch", "transformers", "accelerate", "llguidance", "starlette", "uvicorn", "httptools")
 NODE_PACKAGES: Final = {"openai": "7.55.0", "zod": "4.6.7"}
 
 
