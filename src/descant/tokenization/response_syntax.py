@@ -136,8 +136,9 @@ class ResponseSyntax:
         if self.thought is None:
             return "start"
         data = turn_bytes(tokenizer, prompt, (*self.thought.open, *self.thought.close))
-        opened = max(_end_of_last(data, marker) for marker in self.thought.open)
-        closed = max(_end_of_last(data, marker) for marker in self.thought.close)
+        # A template may leave out what opens a thought.
+        opened = max((_end_of_last(data, marker) for marker in self.thought.open), default=0)
+        closed = max((_end_of_last(data, marker) for marker in self.thought.close), default=0)
         if opened > closed:
             return "reasoning"
         return "content" if closed > 0 else "start"
@@ -300,7 +301,7 @@ def _template_format(template: Mapping[str, Any]) -> ResponseSyntax:
     calls, content = fields.get("tool_calls"), fields.get("content", {})
     return ResponseSyntax(
         None
-        if thought is None
+        if thought is None or not _markers(thought, "close")  # its end could not be told
         else ThoughtMarkers(_markers(thought, "open"), _markers(thought, "close"), reopens=True),
         None if calls is None else _template_calls(calls),
         _markers(content, "open") + _markers(content, "close"),
